@@ -43,10 +43,10 @@ from scripts.maintain.bench_speed import (
     WORKLOADS,
     Workload,
 )
-from src.app import app  # noqa: F401 (makes the project known)
-from timm_parallel import Ranks, Run, compose, resolve
+from src.app import app
+from src.train.build import build_run
+from timm_parallel import Ranks, Run, build_strategy, compose, resolve
 from timm_parallel.data import decode
-from timm_parallel.testing.runs import parts_of
 
 # Number of different JPEG files. They stay in the page cache, so reading them measures decoding.
 FILES = 64
@@ -82,7 +82,9 @@ def ours(
     store = None
     if config.parallel.has_ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    parts = parts_of(config, Ranks(), store)
+    torch.manual_seed(config.seed)
+    strategy = build_strategy(config.parallel, Ranks(), store, config.train.deterministic)
+    parts = build_run(app.own_resolved(config), strategy)
     # One endless epoch, because the end of an epoch saves a checkpoint.
     epochs = chain.from_iterable(map(parts.train_loader.epoch, count()))
     parts.train_loader.epoch = lambda *_: epochs  # type: ignore[method-assign]

@@ -50,9 +50,12 @@ NEEDED = (
     *("optuna", "matplotlib", "pytest", "pytest_timeout"),
 )
 # Tests that a step does not wait for the device.
-WAITS = ("timm_parallel/tests/test_speed.py", "timm_parallel/tests/test_feed.py")
+WAITS = ("tests/template/library/test_speed.py", "tests/template/library/test_feed.py")
 # These files have all other tests that need a device.
-ON_DEVICE = ("timm_parallel/tests/test_gpu.py", "timm_parallel/tests/test_gpu_faults.py")
+ON_DEVICE = (
+    "tests/template/library/test_gpu.py",
+    "tests/template/library/test_gpu_faults.py",
+)
 LOSSES = "test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.maintain.docs_outputs import OUTPUT
-from timm_parallel.testing.commands import ROOT
+from tests.template.runs import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages whose code blocks are files to write, see tests/template/test_extend_pages.py.

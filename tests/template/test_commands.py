@@ -26,14 +26,15 @@ from pages import EXTEND_PAGES, PAGES, all_commands, code_of, commands_of, name_
 from PIL import Image
 
 from src.app import app
+from tests.template import cluster_commands
+from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_config
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.suggest import is_known
 from timm_parallel.entry import run_command
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.testing import cluster_commands
-from timm_parallel.testing.commands import ROOT, Finished, Train
+from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.configs import parse
 
 COMMANDS = all_commands()

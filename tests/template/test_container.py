@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from timm_parallel.testing.commands import ROOT
+from tests.template.runs import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "notebooks" / "compare.ipynb"

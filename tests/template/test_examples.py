@@ -19,6 +19,7 @@ from src.app import app
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
 from src.schema import DataConfig, ResolvedParallel
+from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -28,7 +29,6 @@ from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import warm_ranks
 

@@ -32,10 +32,10 @@ from torch.nn.functional import cross_entropy
 import src.train.run
 from scripts.maintain.docs_outputs import copy_project
 from src.schema import DataConfig
+from tests.template.runs import resolved, start_run, tiny
 from timm_parallel import InMemory, Training
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.configs import read_lines, resolved, tiny, without_times
-from timm_parallel.testing.runs import start_run
+from timm_parallel.testing.configs import read_lines, without_times
 
 SMALL = (
     "print_config=false",

@@ -24,7 +24,7 @@ from scripts.maintain.fork import (
     fork,
 )
 from scripts.test_library import library_hash
-from timm_parallel.testing.commands import ROOT
+from tests.template.runs import ROOT
 
 pytestmark = [
     pytest.mark.skipif(

@@ -19,7 +19,7 @@ from test_extend_pages import EXAMPLES
 from test_fork import git, make_template
 
 from scripts.maintain.fork import fork
-from timm_parallel.testing.commands import ROOT
+from tests.template.runs import ROOT
 
 pytestmark = [
     pytest.mark.skipif(

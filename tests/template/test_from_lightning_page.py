@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from timm_parallel.tests.test_typical_mistakes import KEYS, ROOT, suggestions_for
+from tests.template.library.test_typical_mistakes import KEYS, ROOT, suggestions_for
 
 
 def test_from_lightning_page_lists_the_keys_that_error_messages_suggest() -> None:

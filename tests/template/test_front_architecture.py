@@ -13,42 +13,49 @@ import pytest
 from timm_parallel.tests.architecture import (
     ROOT,
     find_cycle,
-    library_imports,
-    past_the_interface,
+    private_names,
     public_names,
-    source_files,
+    python_files,
 )
-from timm_parallel.tests.test_architecture import VAGUE_NAMES, broken_rules, name_of
+from timm_parallel.tests.test_architecture import (
+    ALLOWED,
+    VAGUE_NAMES,
+    broken_rules,
+    name_of,
+)
 
-# Files outside the library. The rules for them apply only to the template, because a fork adds its
-# own code.
-SOURCES = [
-    path
-    for path in (*source_files(), *sorted((ROOT / "scripts").rglob("*.py")))
-    if not name_of(path).startswith("timm_parallel/")
-]
+PROJECT = ("train.py", "evaluate.py", "src")
+MAY_IMPORT = {
+    **ALLOWED,
+    r"torch\.distributed": ("scripts/maintain/bench_rounds.py",),
+    r"timm": (
+        *("src/models/", "src/data/", "src/train/", "src/tasks/", "src/commands/"),
+        "scripts/maintain/",
+    ),
+}
+NO_TORCH = (
+    *("train.py", "evaluate.py", "src/app.py", "src/schema.py"),
+    *("src/data/__init__.py", "src/train/__init__.py"),
+)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@pytest.mark.parametrize("path", python_files([*PROJECT, "scripts"]), ids=name_of)
 def test_source_file_outside_the_library_follows_import_and_naming_rules(path: Path) -> None:
-    assert broken_rules(name_of(path), path.read_text(encoding="utf-8")) == []
+    source = path.read_text(encoding="utf-8")
+    assert broken_rules(name_of(path), source, MAY_IMPORT, NO_TORCH) == []
     assert not VAGUE_NAMES & {*path.relative_to(ROOT).with_suffix("").parts}, (
         "names must describe the contents"
     )
 
 
-@pytest.mark.parametrize("package", ["src", "timm_parallel.lab"])
-def test_library_imports_neither_the_project_nor_its_lab(package: str) -> None:
-    assert not library_imports(package)
-
-
 def test_source_code_has_no_import_cycle_between_files_or_packages() -> None:
-    assert find_cycle() == []
-    assert find_cycle(for_types=True) == []
+    assert find_cycle(PROJECT) == []
+    assert find_cycle(PROJECT, for_types=True) == []
 
 
 def test_user_code_imports_only_public_names_of_the_library() -> None:
-    assert past_the_interface() == []
+    commands = [path for path in python_files(["scripts"]) if "maintain" not in path.parts]
+    assert private_names([*python_files(PROJECT), *commands]) == []
 
 
 @pytest.mark.parametrize("package", public_names())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from timm_parallel.testing.commands import ROOT
+from tests.template.runs import ROOT
 
 OPTION_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 

@@ -37,12 +37,12 @@ from sklearn.metrics import average_precision_score
 from scripts import plan
 from src.data.datasets import Digits
 from src.schema import DataConfig, OptimConfig, TrainConfig
+from tests.template.runs import ROOT, run_warm, task_of
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.runtime.evaluation import Evaluation
-from timm_parallel.testing.commands import ROOT, TEST_FILES, Train
-from timm_parallel.testing.configs import conf, parse, task_of
-from timm_parallel.testing.ranks import run_warm
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import conf, parse
 
 
 def test_links_on_pages_point_to_existing_files_and_headings() -> None:
@@ -75,7 +75,12 @@ def test_file_tree_on_architecture_page_names_existing_files_and_all_packages() 
 
 
 def test_every_threat_on_security_page_names_existing_tests() -> None:
-    tests = {name for path in TEST_FILES for name in re.findall(r"def (test_\w+)", read(path))}
+    test_files = [
+        path
+        for folder in ("tests", "timm_parallel/tests")
+        for path in sorted((ROOT / folder).rglob("test_*.py"))
+    ]
+    tests = {name for path in test_files for name in re.findall(r"def (test_\w+)", read(path))}
     lines = read("docs/security.md").splitlines()
     rows = [line for line in lines if line.startswith("| ") and not line.startswith("| who")]
     assert rows

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
-from timm_parallel.app import root
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.testing.configs import read_lines, tiny
+from timm_parallel.testing.configs import merged, read_lines
 
-ROOT = root()
-TEST_FILES = [
-    path
-    for name in ("tests", "timm_parallel/tests")
-    for path in sorted((ROOT / name).rglob("test_*.py"))
-]
 Refuse = Callable[..., str]
 NOT_HANDED_ON = (
     *NEEDED,
@@ -143,10 +136,13 @@ class Running:
 class Train:
     """Starter of `train.py` and other commands for a test. All commands use a home folder and a
     temporary folder of the test. `close` fails the test if any of the started processes still runs.
+
+    `root`: folder of the project, in which commands start. `tiny_run`: overrides of a tiny training
+    run.
     """
 
-    def __init__(self, base: Path, caches: Path) -> None:
-        self.base, self.count = base, 0
+    def __init__(self, base: Path, caches: Path, root: Path, tiny_run: Sequence[str]) -> None:
+        self.base, self.root, self.tiny_run, self.count = base, root, tiny_run, 0
         self.home = base / "home"
         # Keep the path of the temporary folder short. Loader workers create sockets in this folder,
         # and the path of a socket has at most 107 characters.
@@ -184,7 +180,9 @@ class Train:
         line.
         """
         folder = folder or self.base / "run"
-        words = tiny(f"hydra.run.dir={folder}", *overrides) if defaults else list(overrides)
+        words = [*overrides]
+        if defaults:
+            words = merged(*self.tiny_run, f"hydra.run.dir={folder}", *overrides)
         starter = {
             "python": [sys.executable],
             "torchrun": [
@@ -216,7 +214,7 @@ class Train:
         ):
             process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=self.root,
                 env={**self.environment, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -1,14 +1,14 @@
-"""Pytest fixtures that start training runs.
+"""Pytest plugin with fixtures that start training runs of a project.
 
-The fixture `train` starts a run as a command in new processes. Tests of how processes start, end or
-are supervised use this fixture. Other tests fork ranks with `in_ranks` or `run_warm`, which is
+A conftest.py of the project overrides the fixture `app`, and `tiny_run` if it wants to. The fixture
+`train` starts a run as a command in new processes. Tests of how processes start, end or are
+supervised use this fixture. Other tests fork ranks with `in_ranks` or `train_warm`, which is
 faster.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import signal
@@ -17,18 +17,17 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
-from filelock import FileLock
 
-from src.app import app
+from timm_parallel.app import App
 from timm_parallel.entry import run_command
 from timm_parallel.machine import hardware
-from timm_parallel.testing.commands import Finished, Refuse, Train
-from timm_parallel.testing.ranks import RANK_VARIABLES
+from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.ranks import RANK_VARIABLES, name_project
 
 # Make stop signals work again. A shell that starts `make test &` lets the tests ignore SIGINT, and
 # nohup lets them ignore SIGHUP, and every command that a test starts would inherit this.
@@ -69,10 +68,11 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Exclude all objects that exist after test collection from garbage collection, and turn the
     collector on again. Most of these objects live until the end, so searching them would waste
-    time.
+    time. By now, conftest.py has imported the project, which forked ranks import too.
     """
     gc.freeze()
     gc.enable()
+    name_project()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -107,6 +107,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def app() -> App[Any, Any]:
+    """Return the project under test."""
+    raise NotImplementedError("a conftest.py must override the fixture app")
+
+
+@pytest.fixture(scope="session")
+def tiny_run(app: App[Any, Any]) -> tuple[str, ...]:
+    """Return the overrides of a training run of a few seconds."""
+    return app.trial
+
+
+@pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a matplotlib cache folder that all commands share. Without it, each command would
     build a font list, because each test has an empty home folder.
@@ -115,15 +127,20 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tmp_path: Path, caches: Path) -> Iterator[Train]:
-    starter = Train(tmp_path, caches)
+def train(
+    tmp_path: Path, caches: Path, app: App[Any, Any], tiny_run: tuple[str, ...]
+) -> Iterator[Train]:
+    starter = Train(tmp_path, caches, app.root, tiny_run)
     yield starter
     starter.close()
 
 
 @pytest.fixture
 def refuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    app: App[Any, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Refuse:
     """Return a function that runs main of train.py in an empty folder with arguments that must be
     refused. The function checks the exit code 2 and that no file was created, and returns the
@@ -164,35 +181,23 @@ def _no_child(*arguments: object, **options: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def train_shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Iterator[Train]:
+def train_shared(
+    tmp_path_factory: pytest.TempPathFactory,
+    caches: Path,
+    app: App[Any, Any],
+    tiny_run: tuple[str, ...],
+) -> Iterator[Train]:
     """Yield an object that starts train.py, like that of the fixture `train`. The runs of this
     object are kept until the last test of a module has ended.
     """
-    starter = Train(tmp_path_factory.mktemp("shared"), caches)
+    starter = Train(tmp_path_factory.mktemp("shared"), caches, app.root, tiny_run)
     yield starter
     starter.close()
 
 
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Finished:
-    """Train one run, and return its exit code, output and run folder. Tests in all workers share
-    this run, so a test must copy the folder before changing files.
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the drawing of plots in reports by a function that draws nothing, because plots take
+    most of the time of a report.
     """
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    record = shared / "finished_run.json"
-    with FileLock(shared / "finished_run.lock", timeout=300):
-        if not record.exists():
-            starter = Train(tmp_path_factory.mktemp("finished"), caches)
-            arguments = (
-                "parallel=single",
-                "optim.lr=3e-3",
-                "data.limit_train=1256",
-                "checkpoint.every_steps=25",
-            )
-            done = starter(*arguments)
-            starter.close()
-            assert done.returncode == 0, done.output
-            record.write_text(json.dumps(asdict(done), default=str), encoding="utf-8")
-    values = json.loads(record.read_text(encoding="utf-8"))
-    return Finished(**{**values, "folder": Path(values["folder"])})
+    monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])

@@ -1,8 +1,8 @@
 """Helpers that run test code in forked rank processes.
 
-A fork server imports torch and the library once. Its forked ranks start three seconds faster than
-new processes. `in_ranks` calls a function on every rank. `run_warm` trains a whole run.
-`warm_ranks` replaces the launcher of train.py.
+A fork server imports torch, the library and the project once. Its forked ranks start three seconds
+faster than new processes. `in_ranks` calls a function on every rank. `train_warm` trains a whole
+run. `warm_ranks` replaces the launcher of train.py.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ from typing import Any
 
 import pytest
 
+from timm_parallel import app
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import NEEDED, Ranks
-from timm_parallel.testing.commands import ROOT
-from timm_parallel.testing.configs import resolved
 
 RANK_VARIABLES = (*NEEDED, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES")
 
 COLD = "the server of ranks has not found timm_parallel/testing/warm.py"
+# Environment variables that tell the fork server which project to import: the name of its app, and
+# its folder.
+WARM_APP, WARM_ROOT = "WARM_APP", "WARM_ROOT"
+
+
+def name_project() -> None:
+    """Let the fork server import the current project of this process, if there is one."""
+    if app._current is not None:
+        os.environ |= {WARM_APP: app._current.name, WARM_ROOT: str(app._current.root)}
 
 
 def warm_processes() -> Any:
@@ -41,10 +49,11 @@ def warm_processes() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["timm_parallel.testing.warm"])
-    # Start the fork server in the project root. Python before 3.13 looks for the module to preload
-    # in the folder in which the server starts, and ignores a module that it does not find. If
-    # the server started elsewhere, the ranks of all later tests would import torch again.
-    with contextlib.chdir(ROOT):
+    # Start the fork server in the folder that contains the library. Python before 3.13 looks for
+    # the module to preload in the folder in which the server starts, and ignores a module that it
+    # does not find. If the server started elsewhere, the ranks of all later tests would import
+    # torch again.
+    with contextlib.chdir(Path(__file__).parents[2]):
         forkserver.ensure_running()
     return context
 
@@ -124,13 +133,6 @@ def _rank(
         answers.put((rank, traceback.format_exc(), None))
 
 
-def run_warm(folder: Path, *overrides: str) -> Path:
-    """Train a run with the overrides in TINY and the given overrides in forked ranks, and return
-    the run folder. The test fails if the run fails.
-    """
-    return train_warm(resolved(*overrides), folder)
-
-
 def train_warm(config: ResolvedConfig, folder: Path) -> Path:
     """Train a run with a resolved config in forked ranks, and return the run folder. The test fails
     if the run fails.
@@ -179,7 +181,9 @@ def warm_ranks(
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if config.parallel.has_ranks else {}
         processes.append(
             warm_processes().Process(
-                target=_warm_rank, args=(folder, given | own, first), daemon=False
+                target=_warm_rank,
+                args=(app.current().name, folder, given | own, first),
+                daemon=False,
             )
         )
         processes[-1].start()
@@ -200,9 +204,10 @@ def warm_ranks(
     return RankExits(exit_codes=codes, world_size=count)
 
 
-def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) -> None:
+def _warm_rank(
+    app_name: str, folder: Path, environment: dict[str, str], first: Path | None
+) -> None:
     assert "timm_parallel.testing.warm" in sys.modules, COLD
-    from src.app import app
     from timm_parallel.launch.rank import main
     from timm_parallel.machine.process_exit import exit_process
 
@@ -217,4 +222,4 @@ def _warm_rank(folder: Path, environment: dict[str, str], first: Path | None) ->
         spec = importlib.util.spec_from_file_location(first.stem, first)
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    exit_process(main(folder, app.train))
+    exit_process(main(folder, app.find_app(app_name).train))

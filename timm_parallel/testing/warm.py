@@ -3,18 +3,13 @@ modules and need not import them again.
 """
 # ruff: noqa: F401
 
+import os
 import sys
 from contextlib import suppress
-from pathlib import Path
-
-# Let the server find the modules next to this file. The server does not inherit the module search
-# path of pytest.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torchvision.transforms.v2
 
 from timm_parallel.testing import ranks
-from timm_parallel.testing.configs import parse, tiny
 
 # Continue without hypothesis, which may be missing on a GPU machine that cannot install packages.
 with suppress(ImportError):
@@ -22,10 +17,15 @@ with suppress(ImportError):
 
 import timm_parallel.parallel.distributed
 import timm_parallel.parallel.fully_sharded
-from src.app import app
+from timm_parallel.app import find_app
 from timm_parallel.config.compose import compose_command
+from timm_parallel.testing.configs import parse
 
-app.import_all()
-# Compose a config once, which loads Hydra with its grammar and plugins. Do not resolve the config
-# here, because this would query the GPU driver.
-compose_command(parse(*tiny()))
+if ranks.WARM_APP in os.environ:
+    # The server does not inherit the module search path of pytest.
+    sys.path.insert(0, os.environ[ranks.WARM_ROOT])
+    app = find_app(os.environ[ranks.WARM_APP])
+    app.import_all()
+    # Compose a config once, which loads Hydra with its grammar and plugins. Do not resolve the
+    # config here, because this would query the GPU driver.
+    compose_command(parse(*app.trial))

@@ -1,14 +1,15 @@
-"""Checks of the import structure: python timm_parallel/tests/architecture.py
+"""Checks of the import structure: `python timm_parallel/tests/architecture.py [train.py project]`.
 
-Read the import statements of all source files, and print numbers of the structure.
-test_architecture.py tests the rules. No code of the project is imported.
+Read the import statements of all source files of the library and of a project, and print numbers of
+the structure. test_architecture.py tests the rules of the library. No code is imported.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -61,43 +62,37 @@ def _walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Named]:
         yield from _walk(child, inside, typed)
 
 
-def source_files(root: Path = ROOT) -> list[Path]:
-    """Return the paths of train.py, evaluate.py, all files of src/ and all files of the library
-    except tests.
-    """
-    return [
-        root / "train.py",
-        root / "evaluate.py",
-        *sorted((root / "src").rglob("*.py")),
-        *_library(root),
-    ]
+def python_files(names: Iterable[str], root: Path = ROOT) -> list[Path]:
+    """Return the Python files of a project. `names`: its files and folders, relative to `root`."""
+    given = [root / name for name in names]
+    files = [path for path in given if path.is_file()]
+    return files + [path for folder in given for path in sorted(folder.rglob("*.py"))]
 
 
-def _library(root: Path) -> list[Path]:
-    files = sorted((root / "timm_parallel").rglob("*.py"))
+def library_files(root: Path = ROOT) -> list[Path]:
+    """Return the files of the library, without those of its testing kit and its tests."""
+    files = python_files(["timm_parallel"], root)
     return [path for path in files if not {"tests", "testing"} & {*path.relative_to(root).parts}]
 
 
 def package_of(file: str) -> str:
     """Return the package that a file belongs to, such as `timm_parallel.launch` for
-    `timm_parallel/launch/job.py`, and `models` for `src/models/build.py`.
+    `timm_parallel/launch/job.py`, and `project.models` for `project/models/build.py`.
     """
     parts = Path(file).with_suffix("").parts
-    if len(parts) == 1:
-        return ""
-    if parts[0] == "src":
-        return parts[1]
-    return ".".join(parts[:3] if parts[1] == "lab" else parts[:2])
+    return ".".join(parts[:3] if parts[1:2] == ("lab",) else parts[:2] if parts[1:] else ())
 
 
 @cache
-def imports(root: Path = ROOT, for_types: bool = False) -> dict[str, set[str]]:
+def imports(
+    project: tuple[str, ...] = (), root: Path = ROOT, for_types: bool = False
+) -> dict[str, set[str]]:
     """Return the import graph, as a dictionary from each source file to the set of source files
     that it imports. A public name of the library counts as an import of the module that defines it.
     `for_types` includes imports in `if TYPE_CHECKING` blocks, except in the lists of public names.
     """
     modules: dict[str, str] = {}
-    for path in source_files(root):
+    for path in [*python_files(project, root), *library_files(root)]:
         relative = path.relative_to(root)
         module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         modules[module] = relative.as_posix()
@@ -116,11 +111,11 @@ def imports(root: Path = ROOT, for_types: bool = False) -> dict[str, set[str]]:
     return arrows
 
 
-def import_levels(root: Path = ROOT) -> dict[str, int]:
+def import_levels(project: tuple[str, ...] = (), root: Path = ROOT) -> dict[str, int]:
     """Return the length of the longest chain of imports inside each package, as a dictionary from
     package to length. The length is 1 if no file of the package imports another.
     """
-    arrows = imports(root)
+    arrows = imports(project, root)
     packages: dict[str, set[str]] = {}
     for file in arrows:
         if not file.endswith("__init__.py"):
@@ -132,26 +127,26 @@ def import_levels(root: Path = ROOT) -> dict[str, int]:
     return {name: max(depth(file, files) for file in files) for name, files in packages.items()}
 
 
-def library_imports(of: str, root: Path = ROOT) -> list[str]:
-    """Return the files of the library that import names of the package `of`. Files of
-    timm_parallel/lab are not searched.
+def imports_of_the_project(root: Path = ROOT) -> list[str]:
+    """Return a line of text for each import of a module of the project, which is next to the
+    library, in any file of the library, its testing kit and its tests.
     """
-    files = [path for path in _library(root) if "lab" not in path.relative_to(root).parts]
+    outside = {path.stem for path in root.iterdir()} - {"timm_parallel"}
     return [
-        path.relative_to(root).as_posix()
-        for path in files
-        if any(
-            named.is_import and re.match(rf"{re.escape(of)}\b", named.name)
-            for named in names_in(path.read_text(encoding="utf-8"))
-        )
+        f"{path.relative_to(root)}:{named.line} {named.name}"
+        for path in python_files(["timm_parallel"], root)
+        for named in names_in(path.read_text(encoding="utf-8"))
+        if named.is_import and named.name.partition(".")[0] in outside
     ]
 
 
-def find_cycle(root: Path = ROOT, for_types: bool = False) -> list[str]:
+def find_cycle(
+    project: tuple[str, ...] = (), root: Path = ROOT, for_types: bool = False
+) -> list[str]:
     """Return the files of an import cycle, or the packages of a cycle between packages. Return an
     empty list if there is no cycle. `for_types` includes imports that only type checkers execute.
     """
-    arrows = imports(root, for_types)
+    arrows = imports(project, root, for_types)
     packages: dict[str, set[str]] = {}
     for file, targets in arrows.items():
         others = {package_of(target) for target in targets} - {package_of(file)}
@@ -208,15 +203,6 @@ def _public_modules(root: Path) -> dict[str, dict[str, str]]:
     return public
 
 
-def past_the_interface(root: Path = ROOT) -> list[str]:
-    """Return a line of text for each use of a name of the library that is not public, in train.py,
-    evaluate.py, src/ and scripts/.
-    """
-    scripts = sorted((root / "scripts").glob("*.py"))
-    outside = [path for path in source_files(root) if "timm_parallel" not in path.parts]
-    return private_names([*outside, *scripts], root)
-
-
 def private_names(files: list[Path], root: Path = ROOT) -> list[str]:
     """Return a line of text for each use of a name of the library in `files` that is not public."""
     public = {
@@ -236,26 +222,27 @@ def private_names(files: list[Path], root: Path = ROOT) -> list[str]:
 
 def main() -> None:
     """Print numbers of the structure, which no test limits, and what breaks the import rules."""
+    project = tuple(sys.argv[1:])
     library, lab = public_names().values()
+    levels = import_levels(project)
     numbers = {
         "methods that a strategy may override": len(strategy_methods()),
-        "import levels inside any package": max(import_levels().values()),
+        "import levels inside any package": max(levels.values()),
         "public names of the library": len(library),
         "public names of its lab": len(lab),
-        "imports past the public names": len(past_the_interface()),
-        "files of the library that import src": len(library_imports("src")),
-        "files of the rest of the library that import its lab": len(
-            library_imports("timm_parallel.lab")
+        "imports past the public names": len(private_names(python_files(project))),
+        "imports of the project in the library, its testing kit and its tests": len(
+            imports_of_the_project()
         ),
     }
     for name, value in numbers.items():
         print(f"{name:70s} {value:7,}")
     print(
         "import levels:",
-        ", ".join(f"{name or 'entry points'} {levels}" for name, levels in import_levels().items()),
+        ", ".join(f"{name or 'entry points'} {count}" for name, count in levels.items()),
     )
-    print("import cycle:", " > ".join(find_cycle()) or "none")
-    print("import cycle with types:", " > ".join(find_cycle(for_types=True)) or "none")
+    print("import cycle:", " > ".join(find_cycle(project)) or "none")
+    print("import cycle with types:", " > ".join(find_cycle(project, for_types=True)) or "none")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,31 @@
-"""Pytest fixtures for tests of the library. Fixtures for all tests of the project are in
-timm_parallel/testing/fixtures.py.
-"""
+"""Tests of the library run with the small project, also if another project is the current one."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from timm_parallel import App
+from timm_parallel import app as apps
 
-@pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the drawing of plots in reports by a function that draws nothing, because plots take
-    most of the time of a report.
-    """
-    monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])
+sys.path.insert(0, str(Path(__file__).with_name("small_project")))
+
+# Importing the small project makes it the current one. Undo this for the tests outside this folder.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(apps, "_current", None)
+    from small import app as project
+    from small.config import Config, ResolvedConfig
+
+
+@pytest.fixture(scope="session")
+def app() -> App[Config, ResolvedConfig]:
+    return project.app
+
+
+@pytest.fixture(autouse=True)
+def small_project_is_current(
+    app: App[Config, ResolvedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apps, "_current", app)

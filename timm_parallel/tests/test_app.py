@@ -1,40 +1,35 @@
-"""Tests of the class App with two projects in one process: the current one of the tests, and
-small_project/.
-"""
+"""Tests of the class App with two projects in one process: small_project/ and a copy of it."""
 
 from __future__ import annotations
 
+import shutil
 import sys
-from importlib import import_module
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from small.config import Config
 
-from timm_parallel import App, app, compose
+from timm_parallel import app, compose
 from timm_parallel.entry import run_command
 
-SMALL = Path(__file__).with_name("small_project")
+
+@dataclass
+class OtherConfig(Config):
+    """Config class of the copy."""
 
 
-def build_small_app(monkeypatch: pytest.MonkeyPatch) -> App[Any, Any]:
-    """Make the small project the current project of this process until the end of the test."""
-    monkeypatch.syspath_prepend(str(SMALL))
-    monkeypatch.setattr(app, "_current", app._current)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "small"]:
-        monkeypatch.delitem(sys.modules, name)
-    return import_module("small.app").app  # type: ignore[no-any-return]
-
-
-def test_compose_uses_the_config_classes_and_files_of_the_current_app(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compose_uses_the_config_classes_and_files_of_the_current_app(tmp_path: Path) -> None:
     first = app.current()
-    assert type(compose()) is first.config
-    small = build_small_app(monkeypatch)
-    assert type(compose()) is small.config
-    monkeypatch.undo()
-    assert type(compose()) is first.config
+    composed = compose()
+    assert (type(composed), composed.train.epochs) == (first.config, 3)
+    shutil.copytree(first.root / "conf", tmp_path / "conf")
+    main = tmp_path / "conf" / "train.yaml"
+    main.write_text(main.read_text().replace("epochs: 3", "epochs: 5"))
+    # Building an app makes it the current one.
+    replace(first, root=tmp_path, config=OtherConfig)
+    copied = compose()
+    assert (type(copied), copied.train.epochs) == (OtherConfig, 5)
 
 
 def test_error_starts_with_the_name_of_the_script_that_was_called(

@@ -1,24 +1,25 @@
-"""Tests of the import rules of the library. tests/template/test_front_architecture.py tests the
-import rules of src/.
-"""
+"""Tests of the import rules of the library."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from timm_parallel.tests.architecture import ROOT, names_in, private_names
-
-SOURCES = sorted(
-    path
-    for path in (ROOT / "timm_parallel").rglob("*.py")
-    if not {"tests", "testing"} & {*path.parts}
+from timm_parallel.tests.architecture import (
+    ROOT,
+    imports_of_the_project,
+    library_files,
+    names_in,
+    private_names,
+    python_files,
 )
 
-# Dictionary from a pattern of library names to the files that may import the library. A name that
-# ends with a slash is a folder.
+SOURCES = library_files()
+
+# Pattern of names -> files that may import them. A name that ends with a slash is a folder.
 ALLOWED = {
     r"(hydra|omegaconf)": (
         "timm_parallel/entry.py",
@@ -33,15 +34,9 @@ ALLOWED = {
         "timm_parallel/launch/",
         "timm_parallel/machine/ranks.py",
         "timm_parallel/lab/doctor/probe.py",
-        "scripts/maintain/bench_rounds.py",
     ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("timm_parallel/parallel/",),
     r"timm": (
-        "src/models/",
-        "src/data/",
-        "src/train/",
-        "src/tasks/",
-        "src/commands/",
         "timm_parallel/data/erasing.py",
         "timm_parallel/data/mixing.py",
         "timm_parallel/data/timm_datasets.py",
@@ -49,25 +44,18 @@ ALLOWED = {
         "timm_parallel/parallel/blocks.py",
         "timm_parallel/patches.py",
         "timm_parallel/lab/doctor/probe.py",
-        "scripts/maintain/",
     ),
 }
 # Files that may import torch only inside functions. Commands such as --help import these files and
 # must start quickly without torch.
 NO_TORCH_AT_THE_TOP = (
     "timm_parallel/patches.py",
-    "train.py",
-    "evaluate.py",
-    "src/app.py",
-    "src/schema.py",
     "timm_parallel/app.py",
     "timm_parallel/entry.py",
-    "src/data/__init__.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
     "timm_parallel/data/tar_index.py",
     "timm_parallel/data/fractions.py",
-    "src/train/__init__.py",
     "timm_parallel/errors.py",
     "timm_parallel/keys.py",
     "timm_parallel/metric.py",
@@ -102,24 +90,26 @@ def is_in(file: str, places: tuple[str, ...]) -> bool:
     )
 
 
-def broken_rules(file: str, source: str) -> list[str]:
+def broken_rules(
+    file: str,
+    source: str,
+    allowed: Mapping[str, tuple[str, ...]] = ALLOWED,
+    no_torch_at_the_top: tuple[str, ...] = NO_TORCH_AT_THE_TOP,
+) -> list[str]:
     """Return a message for each import or name in a source file that breaks a rule."""
     problems = []
     for named in names_in(source):
         at = f"{file}:{named.line}"
         if named.is_import and named.name.startswith("."):
             problems.append(f"{at} imports {named.name}: give the full name")
-        # The library must not import src/, not even for type checkers, because another project has
-        # other files there.
-        is_library = file.startswith("timm_parallel/")
-        if is_library and re.match(r"src\b", named.name):
-            problems.append(f"{at} the library imports {named.name}")
-        is_lab = file.startswith("timm_parallel/lab/")
-        if is_library and not is_lab and re.match(r"timm_parallel\.lab\b", named.name):
+        is_below_the_lab = is_in(file, ("timm_parallel/",)) and not is_in(
+            file, ("timm_parallel/lab/",)
+        )
+        if re.match(r"timm_parallel\.lab\b", named.name) and is_below_the_lab:
             problems.append(f"{at} the library imports the lab: {named.name}")
         if named.for_types:
             continue
-        for library, places in ALLOWED.items():
+        for library, places in allowed.items():
             if re.fullmatch(rf"{library}(\..*)?", named.name) and not is_in(file, places):
                 problems.append(f"{at} {named.name} belongs in {', '.join(places)}")
         is_heavy = re.match(r"(torch|torchvision|timm)\b", named.name)
@@ -127,7 +117,7 @@ def broken_rules(file: str, source: str) -> list[str]:
             is_heavy
             and named.is_import
             and not named.in_function
-            and is_in(file, NO_TORCH_AT_THE_TOP)
+            and is_in(file, no_torch_at_the_top)
         ):
             problems.append(f"{at} imports {named.name} at the top")
     return problems
@@ -146,45 +136,30 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
     ("file", "source", "complaint"),
     [
         (
-            "timm_parallel/record/console.py",
-            "import src.train.optim",
-            "the library imports src.train.optim",
-        ),
-        (
-            "timm_parallel/launch/job.py",
-            "def f():\n    from src.train import run",
-            "the library imports src.train.run",
-        ),
-        (
-            "timm_parallel/data/loader.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from src.schema import Config",  # noqa: E501
-            "the library imports src.schema.Config",
-        ),
-        (
             "timm_parallel/launch/job.py",
             "from timm_parallel.lab import sweep",
             "the library imports the lab: timm_parallel.lab.sweep",
         ),
         ("timm_parallel/data/loader.py", "from ..models import build_model", "give the full name"),
-        ("src/train/run.py", "import omegaconf", "omegaconf belongs in"),
+        ("project/training.py", "import omegaconf", "omegaconf belongs in"),
         (
             "timm_parallel/lab/report/report.py",
             "from hydra.core import plugins",
             "hydra.core.plugins belongs in",
         ),
         (
-            "src/train/run.py",
+            "project/training.py",
             "import torch\ntorch.distributed.barrier()",
             "torch.distributed.barrier belongs in",
         ),
         (
-            "src/train/build.py",
+            "project/training.py",
             "import torch\nmodel = torch.nn.DataParallel(model)",
             "torch.nn.DataParallel belongs in",
         ),
         ("timm_parallel/measure/meter.py", "import timm", "timm belongs in"),
         ("timm_parallel/lab/report/tables.py", "import torch", "imports torch at the top"),
-        ("train.py", "from timm import create_model", "imports timm.create_model at the top"),
+        ("timm_parallel/keys.py", "from timm import x", "imports timm.x at the top"),
     ],
 )
 def test_architecture_check_reports_forbidden_imports(
@@ -193,15 +168,38 @@ def test_architecture_check_reports_forbidden_imports(
     assert any(complaint in line for line in broken_rules(file, source))
 
 
-def test_small_project_uses_only_public_names_of_the_library_and_nothing_of_src() -> None:
-    files = sorted((ROOT / "timm_parallel/tests/small_project").rglob("*.py"))
+def test_library_with_its_testing_kit_and_tests_imports_nothing_of_the_project() -> None:
+    assert imports_of_the_project() == []
+
+
+@pytest.mark.parametrize("folder", ["launch", "testing", "tests/small_project/small"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import src.train.optim",
+        "def f():\n    from src.train import run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import train",
+    ],
+)
+def test_architecture_check_reports_an_import_of_the_project(
+    folder: str, source: str, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "train.py").touch()
+    path = tmp_path / "timm_parallel" / folder / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    (line,) = imports_of_the_project(tmp_path)
+    assert line.startswith(f"timm_parallel/{folder}/module.py:")
+
+
+def test_small_project_uses_only_public_names_of_the_library() -> None:
+    files = python_files(["timm_parallel/tests/small_project"])
     assert len(files) > 1
     assert private_names(files) == []
-    names = [named.name for path in files for named in names_in(path.read_text(encoding="utf-8"))]
-    assert [name for name in names if re.match(r"src\b", name)] == []
 
 
-# Terms of the tasks in src/tasks/, which the library must not know.
+# Terms of the template's tasks, which the library must not know.
 WORDS_OF_TASKS = re.compile(r"\b(multilabel|class_names|num_classes|acc)\b")
 
 

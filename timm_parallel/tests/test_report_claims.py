@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from timm_parallel.app import root
 from timm_parallel.errors import ONE_PROCESS, ReplicasDifferError
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -17,7 +18,6 @@ from timm_parallel.lab.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
 )
-from timm_parallel.testing.commands import ROOT
 from timm_parallel.testing.report_sweeps import GIB, SPEEDS, Sweep, full_sweep, read, verdicts
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -84,7 +84,7 @@ def test_report_links_to_the_documentation_page_about_dp_and_ddp(tmp_path: Path)
     folder = full_sweep(tmp_path / "a sweep").write()
     html, markdown, plain = read(folder)
     [address] = set(re.findall(r'<a href="([^"]*dp_and_ddp[^"]*)"', html))
-    assert (folder / address).resolve() == ROOT / "docs" / "dp_and_ddp.md"
+    assert (folder / address).resolve() == root() / "docs" / "dp_and_ddp.md"
     assert f"]({address})" in markdown
     assert "corrections" not in plain
 

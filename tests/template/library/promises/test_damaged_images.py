@@ -1,0 +1,215 @@
+"""Tests of damaged images. Depending on data.on_error, the run ends with an error that names the
+file, or every strategy skips and counts the same images.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.template.runs import resolved, train_run
+from timm_parallel.data.loader import BatchFetcher, Loader
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import EvalSampler, IndexBatch
+from timm_parallel.errors import UnreadableImageError
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_metrics, read_result
+from timm_parallel.task import Targets
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import plain
+from timm_parallel.testing.ranks import in_ranks
+
+
+def image_folder(root: Path, damaged: bool) -> tuple[Path, Path]:
+    """Write 24 training and 10 validation images of two classes. Return the root folder and the
+    path of one image.
+
+    If `damaged` is true, four training images and two validation images are truncated, among them
+    the returned one.
+    """
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for label, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 90, (16, 16, 3), dtype=np.uint8)
+                pixels[..., label] += 120
+                path = root / split / name / f"{number:02}.{'png' if number % 2 else 'jpg'}"
+                Image.fromarray(pixels).save(path)
+                if damaged and number in ((3, 4) if split == "train" else (4,)):
+                    path.write_bytes(path.read_bytes()[:80])
+    return root, root / "train" / "cat" / "03.png"
+
+
+SETTINGS = (
+    "data=folder",
+    "model=tiny",
+    "print_config=false",
+    "data.image_size=16",
+    "data.batch_size=8",
+    "train.epochs=2",
+    "train.log_every=1",
+    "optim=sgd",
+    "optim.lr=0.01",
+    "optim.warmup_epochs=0",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+    "data.on_error=skip",
+)
+
+
+def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    # Fork loader workers, as a rank of train.py does.
+    multiprocessing.set_start_method("fork", force=True)
+    config = resolved(*SETTINGS, f"data.root={root}", *overrides)
+    train_run(config, Path(folder), ranks, store)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
+    tmp_path: Path,
+) -> None:
+    root, _ = image_folder(tmp_path / "images", damaged=True)
+    spreads = {
+        "single": ("parallel=single", "data.workers=0"),
+        "single_workers": ("parallel=single", "data.workers=2"),
+        "dp": ("parallel=dp", "parallel.devices=2", "data.workers=0"),
+        "ddp": ("parallel=ddp", "parallel.devices=2", "data.workers=0"),
+        "ddp_workers": ("parallel=ddp", "parallel.devices=2", "data.workers=2"),
+    }
+    seen = {}
+    for name, overrides in spreads.items():
+        (tmp_path / name).mkdir()
+        in_ranks(
+            train, 2 if name.startswith("ddp") else 1, str(root), str(tmp_path / name), overrides
+        )
+        result = read_result(tmp_path / name)
+        losses = [
+            line["train/loss"]
+            for line in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "train/loss" in line
+        ]
+        seen[name] = losses
+        assert result.skipped == {"train": 4, "val": 2}, name
+        assert result.val["samples"] == 8, name
+        assert result.samples_seen == 48
+    for name, losses in seen.items():
+        assert np.allclose(losses, seen["single"], atol=1e-5), name
+
+
+def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_path: Path) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index in (1, 4, 5):
+                raise UnreadableImageError(f"{index}")
+            return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
+
+    training, evaluation = (
+        BatchFetcher(Split(), Targets(), None, 0, "skip", substitutes) for substitutes in (6, 0)
+    )
+    fields, read, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
+    assert fields["target"].tolist() == [0, 20, 20, 30, 0, 0]
+    assert read.indices.tolist() == [0, 1, 2, 3, 4, 5]
+    assert sorted(set(unreadable)) == [1, 4, 5]
+    fields, read, unreadable, _ = evaluation.read(IndexBatch(0, np.arange(6)))
+    assert fields["target"].tolist() == [0, 20, 30] and len(fields["image"]) == 3
+    assert read.indices.tolist() == [0, 2, 3] and unreadable == [1, 4, 5]
+    _, read, unreadable, _ = evaluation.read(IndexBatch(0, np.array([4, 5])))
+    assert len(read.indices) == 0 and unreadable == [4, 5]
+
+
+def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> None:
+    """An image may be unreadable for a short time, for example while a network disk is
+    unavailable.
+    """
+
+    class Split:
+        is_available = False
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 1 and not self.is_available:
+                raise UnreadableImageError(f"{index}")
+            return torch.zeros(1, 2, 2, dtype=torch.uint8), 0
+
+    split = Split()
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1), channels_last=False)
+    loader = Loader(
+        BatchFetcher(split, Targets(), None, 0, "skip"), EvalSampler(3, 2, 0, 1), prefetcher, 0
+    )
+    for is_available, read, unreadable in ((False, 2, {1}), (True, 3, set())):
+        split.is_available = is_available
+        assert sum(len(batch) for batch in loader) == read
+        assert loader.unreadable == unreadable
+
+
+def test_data_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise UnreadableImageError("damaged")
+
+    with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 "):
+        BatchFetcher(Split(), Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
+
+
+def test_data_on_error_skip_does_not_catch_errors_other_than_unreadable_images() -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise ValueError("a fault")
+
+    with pytest.raises(ValueError, match="a fault"):
+        BatchFetcher(Split(), Targets(), None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_run_fails_and_names_a_damaged_image_when_data_on_error_is_raise(train: Train) -> None:
+    """In this test a loader worker reads the damaged file. In test_ends.py the rank itself reads
+    such a file.
+    """
+    root, _ = image_folder(train.base / "images", damaged=True)
+    overrides = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "data.workers=2",
+        "data.on_error=raise",
+        f"data.root={root}",
+    )
+    done = train(
+        "data=folder",
+        "data.image_size=16",
+        "data.batch_size=8",
+        "data.limit_train=null",
+        *overrides,
+    )
+    assert done.returncode == 1, done.output
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 2, done.stderr
+    assert (
+        lines[0].startswith("Failed: rank")
+        and "not a readable image" in lines[0]
+        and f"{root}{os.sep}" in lines[0]
+    )
+    assert train.left_after(2) == []

@@ -1,0 +1,304 @@
+"""Tests that a run which fails, receives a signal or is killed ends promptly, names the cause, and
+leaves no process running.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from tests.template.runs import ROOT, resolved, tiny
+from timm_parallel.data.samplers import TrainSampler
+from timm_parallel.errors import ReplicasDifferError
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.ranks import in_ranks
+
+pytestmark = pytest.mark.processes
+TWO = ("parallel=ddp", "parallel.devices=2")
+ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
+
+
+def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
+    """Write 16 training images. Damage the image that rank 1 of 2 reads first, and return the path
+    of this image.
+    """
+    for split, count in (("train", 8), ("val", 2)):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(
+                    root / split / name / f"{index}.png"
+                )
+    files = sorted((root / "train").rglob("*.png"))
+    first = int(TrainSampler(16, 4, rank=1, world_size=2, seed=42).shard()[0])
+    files[first].write_bytes(files[first].read_bytes()[:40])
+    return files[first]
+
+
+@pytest.mark.slow(seconds=7)
+def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(train: Train) -> None:
+    corrupt = folder_with_a_corrupt_image_for_rank_1(train.base / "images")
+    data = (
+        "data=folder",
+        f"data.root={train.base}/images",
+        "data.image_size=32",
+        "data.limit_train=16",
+    )
+    done = train(*TWO, *data, "data.batch_size=4", "data.workers=0")
+    ended = time.time()
+    assert done.returncode == 1, done.output
+    failure = done.result["failure"]
+    assert (done.result["status"], failure["rank"], failure["exception"]) == (
+        "failed",
+        1,
+        "UnreadableImageError",
+    )
+    assert ended - failure["time"] < 20
+    for part in ("Failed: rank 1: UnreadableImageError", str(corrupt), "rank_1.log"):
+        assert part in done.stderr, done.output
+    assert str(corrupt) in done.result["reason"]
+    log = (done.folder / "logs" / "rank_1.log").read_text()
+    assert str(corrupt) in log and "Traceback (most recent call last)" in log
+
+
+# Other combinations of signal and strategy are tested in test_ownership.py (SIGTERM, single) and
+# test_resume.py (SIGUSR1, ddp). A test below sends SIGINT to ddp.
+STOPS = [
+    pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp"),
+    pytest.param("ddp", signal.SIGINT, 1, id="SIGINT-ddp-with-a-loader-worker"),
+    pytest.param("ddp", signal.SIGTERM, 0, id="SIGTERM-ddp"),
+    pytest.param("fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker"),
+    pytest.param("single", signal.SIGINT, 1, id="SIGINT-single-with-a-loader-worker"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
+@pytest.mark.slow(seconds=7)
+def test_signal_to_train_py_stops_all_processes_within_15_seconds(
+    train: Train, strategy: str, number: int, workers: int
+) -> None:
+    devices = 1 if strategy == "single" else 2
+    running = train.start(
+        f"parallel={strategy}", f"parallel.devices={devices}", f"data.workers={workers}", *ENDLESS
+    )
+    running.wait_for_steps()
+    done = running.signal(number)
+    assert done.returncode == 128 + number, done.output
+    assert done.seconds < 15
+    assert done.result["status"] == "interrupted"
+    assert signal.Signals(number).name in done.result["reason"]
+    assert f"resume={done.folder}" in done.stderr
+    assert "Traceback" not in done.output
+    assert train.left_after(5) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
+    running = train.start(*TWO, *ENDLESS, "data.workers=1")
+    running.wait_for_steps()
+    os.killpg(running.process.pid, signal.SIGINT)
+    running.started = time.monotonic()
+    done = running.finish()
+    assert (done.returncode, done.result["status"]) == (130, "interrupted"), done.output
+    assert train.left_after(5) == []
+
+
+@pytest.mark.slow
+def test_sigint_stops_a_ddp_run_while_ranks_are_starting(train: Train) -> None:
+    running = train.start(*TWO, *ENDLESS)
+    running.wait_for(lambda: len(running.workers()) == 2)
+    done = running.signal(signal.SIGINT)
+    assert (done.returncode, done.result["status"]) == (130, "interrupted"), done.output
+    assert train.left_after(5) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.sample(2)
+def test_signal_to_torchrun_ends_all_processes(train: Train, number: int) -> None:
+    running = train.start("parallel=ddp", *ENDLESS, form="torchrun")
+    running.wait_for_steps()
+    done = running.signal(number)
+    assert done.returncode != 0
+    assert done.result["status"] == "interrupted", done.output
+    assert f"resume={done.folder}" in done.stderr
+    assert train.left_after(10) == []
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp"))],
+)
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(3)
+def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train, strategy: str) -> None:
+    devices = 1 if strategy == "single" else 2
+    running = train.start(
+        f"parallel={strategy}", f"parallel.devices={devices}", "data.workers=1", *ENDLESS
+    )
+    running.wait_for_steps()
+    before = len(psutil.Process(running.process.pid).children(recursive=True))
+    assert before >= 2 * devices, "expected ranks and loader workers to be running"
+    running.process.kill()
+    running.process.wait()
+    assert train.left_after(10) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("strategy", "command"),
+    [("single", "mv {0} {0}.moved"), ("ddp", "rm -rf {0}")],
+)
+@pytest.mark.slow(seconds=7)
+def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(
+    train: Train, strategy: str, command: str
+) -> None:
+    """Further training would be useless, because the checkpoints and records of the run could not
+    be found any more.
+    """
+    devices = 1 if strategy == "single" else 2
+    running = train.start(f"parallel={strategy}", f"parallel.devices={devices}", *ENDLESS)
+    running.wait_for_steps()
+    subprocess.run(shlex.split(command.format(running.folder)), check=strategy == "single")
+    running.started = time.monotonic()
+    done = running.finish()
+    assert done.returncode == 1, done.output
+    assert done.seconds < 15
+    assert f"Failed: {running.folder}: " in done.stderr, done.output
+    assert not running.folder.exists()
+    assert train.left_after(5) == []
+
+
+def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
+    from src.train.run import train
+    from tests.template.runs import start_run
+
+    config = resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2")
+    run = start_run(config, Path(folder), ranks, store)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            next(run.parts.state.model.parameters()).add_(ranks.rank)
+
+    if where == "start":
+        spoil()
+    try:
+        with run.training() as training:
+            train(training)
+            # The end of the block first compares the trained weights, and then loads the best ones
+            # from rank 0 on all ranks.
+            if where == "end":
+                spoil()
+    except ReplicasDifferError as error:
+        return str(error)
+    return "not noticed"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.slow(seconds=3)
+def test_ddp_ranks_raise_when_parameters_differ_between_ranks_at_start_or_end_of_training(
+    tmp_path: Path, where: str
+) -> None:
+    assert all(
+        f"the ranks {where} with different parameters" in message
+        for message in in_ranks(_drift, 2, where, str(tmp_path))
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.sample(2)
+def test_run_continues_without_errors_when_stdout_is_closed(train: Train, strategy: str) -> None:
+    """`python train.py | head -n 2` closes stdout after two lines, and the printed config alone has
+    more lines.
+    """
+    folder = train.base / "run"
+    overrides = tiny(f"hydra.run.dir={folder}", f"parallel={strategy}", "print_config=true")
+    command = shlex.join([sys.executable, "train.py", *overrides])
+    started = train.start_command(
+        ["bash", "-c", f"{command} | head -n 2; exit ${{PIPESTATUS[0]}}"], folder
+    )
+    done = started.finish()
+    assert (done.returncode, done.stderr) == (0, ""), done.output
+    assert len(done.stdout.splitlines()) == 2
+    assert done.result["status"] == "done"
+    assert "val/acc" in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("write", ["print('x' * 100)", "rich.print('x')", "logging.error('x')"])
+def test_write_to_closed_stdout_does_not_raise(write: str) -> None:
+    """After the reader of the pipe has exited, neither the first write nor later writes raise.
+    Output of C++ code is dropped too.
+    """
+    code = (
+        "import logging, os, rich, sys\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
+        "keep_running_without_stdout()\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        f"for _ in range(3):\n    {write}\n    sys.stdout.flush()\n"
+        "os.write(1, b'x')\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@pytest.mark.parametrize(
+    ("opened", "streams"),
+    [
+        pytest.param("keep_running_without_stdout()", "> /dev/full 2>&1", marks=FULL),
+        ("keep_running_without_stdout()", ">&-"),
+        ("keep_running_without_stdout()", "<&- >&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- 2>&-"),
+        ("errors_in_one_line(lambda argv: 0)([])", "<&- >&- 2>&-"),
+    ],
+)
+def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
+    tmp_path: Path, opened: str, streams: str
+) -> None:
+    code = (
+        "import logging, os, subprocess, sys\n"
+        "from timm_parallel.config.arguments import errors_in_one_line\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
+        f"{opened}\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "print('x' * 99999, flush=True)\n"
+        "print('x' * 99999, flush=True, file=sys.stderr)\n"
+        "logging.error('x')\n"
+        "sys.stdin.close()\n"
+        "child = 'import os; [os.fstat(number) for number in range(3)]'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)\n"
+        "with open(sys.argv[1], 'w') as file:\n"
+        "    file.write(str(file.fileno() > 2))\n"
+    )
+    command = shlex.join([sys.executable, "-c", code, str(tmp_path / "last")])
+    done = subprocess.run(["bash", "-c", f"{command} {streams}"], cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "last").read_text() == "True"

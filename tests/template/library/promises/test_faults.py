@@ -1,0 +1,296 @@
+"""Tests that a failing or stalled rank ends the run promptly. The error names the rank, and no
+process remains.
+
+COMMANDS lists the combinations of launcher, strategy, world size and fault that are tested in new
+processes. WARM lists combinations that are tested in forked ranks. The faults are injected into
+real ranks by faulty/sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.template.runs import ROOT, resolved
+from timm_parallel.faults.failure import RankExits, first_failure
+from timm_parallel.launch import job
+from timm_parallel.machine.lock import is_locked
+from timm_parallel.record.result import Result, read_result
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import warm_ranks
+
+pytestmark = pytest.mark.processes
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
+# Longest allowed time in seconds between a fault and the end of the run. If only the watchdog
+# detects the fault, the time starts with the alarm of the watchdog.
+PROMPT = 15.0
+WITH_RANKS = ("ddp", "fsdp")
+# Value of parallel.timeout in all runs, in seconds.
+SILENCE = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    # Expected part of the error message, in which {rank} stands for the rank with the fault.
+    message: str
+    phase: str = "the forward pass"
+    status: str = "failed"
+    rank: str = "1"
+    step: int = 7
+    needs_watchdog: bool = False
+    # False if the error names the rank only when train.py starts the ranks. Under torchrun, the
+    # exit codes of the ranks are not visible to this project.
+    named: bool = True
+
+
+STALLED = "rank {rank} made no progress for 3 s, last seen in {phase} of step {step}"
+FAULTS = {
+    "raises": Fault("raise", "rank {rank}: RuntimeError: the accident of this test"),
+    "raises_in_evaluation": Fault("raise", "rank {rank}: RuntimeError", "evaluating", step=12),
+    "raises_before_the_first_step": Fault(
+        "raise", "rank {rank}: RuntimeError", "reading a batch", step=1
+    ),
+    "no_memory": Fault(
+        "no_memory", "rank {rank}: out of memory on cpu with 16 images", status="out_of_memory"
+    ),
+    "killed": Fault("kill", "rank {rank} was killed by SIGKILL", named=False),
+    "crashes": Fault("segv", "rank {rank} was killed by SIGSEGV", named=False),
+    "leaves_with_0": Fault("exit0", "rank {rank} exited early with exit code 0", named=False),
+    "stalls": Fault("stall", STALLED + "; the others waited for it", needs_watchdog=True),
+    "stalls_reading": Fault(
+        "stall", STALLED + "; the others", "reading a batch", needs_watchdog=True
+    ),
+    "stalls_evaluating": Fault("stall", STALLED, "evaluating", step=12, needs_watchdog=True),
+    "stalls_saving": Fault("stall", STALLED, "saving", rank="0", step=12, needs_watchdog=True),
+    "spins": Fault("spin", STALLED, needs_watchdog=True),
+    "stopped": Fault("stop", "rank {rank} does not answer", needs_watchdog=True),
+    "all_stall": Fault("stall", "other ranks stopped there too", rank="*", needs_watchdog=True),
+}
+# Faults that the launcher sees as an exit code, a signal or a rank that does not end. They are
+# tested with a real launcher.
+COMMANDS = [
+    ("python", "dp", 2, "raises"),
+    *(
+        ("python", "ddp", 2, name)
+        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
+    ),
+    *(("torchrun", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls")),
+    *(
+        ("python", "fsdp", 2, name)
+        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
+    ),
+    *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
+    ("python", "ddp", 1, "leaves_with_0"),
+    *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
+]
+# Faults that look equal to every launcher, because only the code inside the rank differs. They are
+# tested in forked ranks, which is faster.
+WARM = [
+    *(
+        ("ddp", 2, name)
+        for name in ("raises_in_evaluation", "raises_before_the_first_step", "no_memory", "crashes")
+    ),
+    *(
+        ("ddp", 2, name)
+        for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")
+    ),
+    *(
+        ("fsdp", 2, name)
+        for name in ("raises_in_evaluation", "no_memory", "crashes", "stalls_evaluating")
+    ),
+    *(("fsdp", 2, name) for name in ("stalls_reading", "stalls_saving", "spins", "all_stall")),
+    *(("ddp", 1, name) for name in ("raises", "stalls")),
+    ("dp", 2, "stalls"),
+    ("single", 1, "no_memory"),
+]
+# Combinations of strategy, number of ranks and fault that are not marked as slow. One is enough,
+# because test_ends.py has quick tests of other failures.
+QUICK = {("ddp", 2, "stalls_reading")}
+
+
+@dataclass
+class FaultyRun:
+    """Exit code, output and run folder of a run that a fault has ended."""
+
+    code: int
+    stderr: str
+    folder: Path
+    # The injected fault, which the error message must report.
+    fault: Fault
+    # Seconds between the fault and the end of the run.
+    seconds: float
+
+    @property
+    def result(self) -> Result:
+        return read_result(self.folder)
+
+
+def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
+    """Return a copy of the fault whose rank exists in a run of the given strategy and number of
+    devices.
+    """
+    processes = devices if strategy in WITH_RANKS else 1
+    return replace(
+        fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1))
+    )
+
+
+def fault_environment(fault: Fault, mark: Path) -> dict[str, str]:
+    """Build the environment variables that let faulty/sitecustomize.py inject the fault."""
+    where = f"{fault.kind}:{fault.rank}:{fault.step}:{fault.phase}"
+    return {
+        "FAULT": where,
+        "FAULT_MARK": str(mark),
+        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
+    }
+
+
+def overrides_of(strategy: str, devices: int, form: str = "python") -> tuple[str, ...]:
+    overrides = (f"parallel={strategy}", f"parallel.timeout={SILENCE}", "train.log_every=2")
+    return overrides if form == "torchrun" else (*overrides, f"parallel.devices={devices}")
+
+
+def run_with(
+    train: Train, fault: Fault, form: str, strategy: str, devices: int, *more: str
+) -> FaultyRun:
+    fault, mark = fitted(fault, strategy, devices), train.base / "mark"
+    overrides = (*overrides_of(strategy, devices, form), *more)
+    done = train(*overrides, form=form, ranks=devices, environment=fault_environment(fault, mark))
+    return FaultyRun(
+        done.returncode, done.stderr, done.folder, fault, time.time() - fault_time(mark)
+    )
+
+
+def fault_time(mark: Path) -> float:
+    return float(mark.read_text().split()[0])
+
+
+def check(run: FaultyRun, strategy: str, devices: int, is_named: bool = True) -> None:
+    fault = run.fault
+    assert run.code == 1, run.stderr
+    assert run.seconds < PROMPT + (SILENCE if fault.needs_watchdog else 0)
+    assert run.result.status == fault.status
+    if is_named:
+        message = fault.message.format(rank=fault.rank, phase=fault.phase, step=fault.step)
+        if strategy not in WITH_RANKS or devices == 1:
+            message = message.partition("; the others")[0].replace("16 images", "32 images")
+        assert message in run.stderr
+        assert message in run.result.reason
+    log = run.folder / "logs" / f"rank_{fault.rank.replace('*', '0')}.log"
+    if fault.needs_watchdog and fault.kind != "stop":
+        assert "sitecustomize.py" in log.read_text(), (
+            "expected a stack that shows where the rank stopped"
+        )
+    if fault.kind == "raise":
+        assert "Traceback (most recent call last)" in run.stderr
+    assert [path.name for path in run.folder.rglob("*.tmp")] == []
+
+
+@pytest.mark.sample(40)
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "strategy", "devices", "name"), COMMANDS)
+def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank(
+    train: Train, form: str, strategy: str, devices: int, name: str
+) -> None:
+    run = run_with(train, FAULTS[name], form, strategy, devices)
+    check(run, strategy, devices, is_named=form == "python" or run.fault.named)
+    assert not is_locked(run.folder)
+    assert train.left_after(2) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "name"),
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
+)
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(24)
+def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    strategy: str,
+    devices: int,
+    name: str,
+) -> None:
+    fault, mark = fitted(FAULTS[name], strategy, devices), tmp_path / "mark"
+    ranks = partial(
+        warm_ranks, environment=fault_environment(fault, mark), first=FAULTY / "sitecustomize.py"
+    )
+    monkeypatch.setattr(job, "run_ranks", ranks)
+    code = job.run_job(resolved(*overrides_of(strategy, devices)), tmp_path / "run")
+    seconds = time.time() - fault_time(mark)
+    check(
+        FaultyRun(code, capsys.readouterr().err, tmp_path / "run", fault, seconds),
+        strategy,
+        devices,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")]
+)
+@pytest.mark.sample(3)
+def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
+    train: Train, form: str, strategy: str
+) -> None:
+    restarts = ("parallel.max_restarts=1",) if form == "python" else ()
+    if form == "torchrun":
+        # torchrun reads PET_MAX_RESTARTS as its option --max-restarts.
+        train.environment["PET_MAX_RESTARTS"] = "1"
+    run = run_with(
+        train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts
+    )
+    assert (run.code, run.result.steps) == (0, 12), run.stderr
+    steps = [
+        line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "train/loss" in line
+    ]
+    assert steps == sorted(set(steps)), "each step must be logged once"
+    assert "resumed from" in (run.folder / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_error_of_the_last_attempt_is_reported_when_no_restarts_remain(train: Train) -> None:
+    fault = Fault("raise", "", step=7)
+    # Inject the fault again in the second attempt, at step 12.
+    train.environment["FAULT_AGAIN"] = "12"
+    run = run_with(
+        train, fault, "python", "ddp", 1, "checkpoint.every_steps=2", "parallel.max_restarts=1"
+    )
+    assert run.code == 1
+    assert run.stderr.count("Failed: rank 0: RuntimeError: the accident of this test") == 1
+    record = json.loads((run.folder / "logs" / "failure_rank_0.json").read_text())
+    assert record["attempt"] == 1
+    assert "step 6" in (run.folder / "logs" / "rank_0.log").read_text(), (
+        "the run must continue from the newest checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "oom_kills", "status", "message"),
+    [
+        ({1: -9}, 0, "failed", "rank 1 was killed by SIGKILL"),
+        ({0: -15, 1: 3}, 0, "failed", "rank 1 exited early with exit code 3"),
+        ({1: -9}, 1, "out_of_memory", "the kernel, which ran out of memory"),
+        ({0: -15, 1: -11}, 1, "failed", "rank 1 was killed by SIGSEGV"),
+        ({0: -15}, 0, "failed", "rank 1 exited early with exit code 0"),
+        ({0: 1, 1: 143}, 0, "failed", "rank 0 exited early with exit code 1"),
+    ],
+)
+def test_first_failure_is_derived_from_exit_codes_when_ranks_wrote_no_failure_record(
+    tmp_path: Path, codes: dict[int, int], oom_kills: int, status: str, message: str
+) -> None:
+    failure = first_failure(
+        tmp_path, RankExits(exit_codes=codes, world_size=2, oom_kills=oom_kills)
+    )
+    assert failure["status"] == status
+    assert message in failure["reason"]

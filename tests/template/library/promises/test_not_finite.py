@@ -1,0 +1,220 @@
+"""Tests that a non-finite loss on one rank stops all ranks at the same step, and that non-finite
+weights are never saved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from src.train.run import train as train_all_steps
+from tests.template.runs import resolved, start_run
+from timm_parallel.errors import NotFiniteError
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.state import checkpoint
+from timm_parallel.testing.ranks import in_ranks
+
+SETTINGS = (
+    "print_config=false",
+    "model=tiny",
+    "data.batch_size=16",
+    "data.limit_train=96",
+    "train.epochs=2",
+    "optim.warmup_epochs=0",
+    "parallel.threads_per_device=1",
+    "train.log_every=3",
+    "checkpoint.every_steps=1",
+)
+
+
+class Poison(nn.Module):
+    """Classifier head that outputs NaN in given training steps. Tests use it on one rank."""
+
+    def __init__(self, head: nn.Module, steps: set[int]) -> None:
+        super().__init__()
+        self.head, self.steps, self.count = head, steps, 0
+        # This buffer becomes NaN together with the outputs, as the running mean of BatchNorm would.
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs = self.head(features)
+        if self.training:
+            self.count += 1
+            outputs = outputs * (math.nan if self.count in self.steps else 1.0)
+            self.average += outputs.detach().mean()
+        return outputs
+
+
+def train(
+    ranks: Ranks,
+    store: Any,
+    folder: str,
+    overrides: tuple[str, ...],
+    steps: set[int],
+    bad_rank: int,
+    strategy: str = "single",
+) -> dict[str, Any]:
+    config = resolved(*SETTINGS, f"parallel={strategy}", *overrides)
+    torch.set_num_threads(1)
+    run = start_run(config, Path(folder), ranks, store)
+    model = run.parts.state.model
+    poison = Poison(model.head, steps if ranks.rank == bad_rank else set())  # type: ignore[arg-type]
+    model.head = poison
+    message = ""
+    try:
+        with run.training() as training:
+            train_all_steps(training)
+    except NotFiniteError as error:
+        message = str(error)
+        run.parts.strategy.close()
+    return {"message": message, "step": run.parts.progress.step}
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
+    tmp_path: Path, strategy: str, world_size: int
+) -> None:
+    bad = world_size - 1
+    overrides = (f"parallel.devices={world_size}", "checkpoint.every_steps=3")
+    ended = in_ranks(train, world_size, str(tmp_path), overrides, {5}, bad, strategy)
+    for rank in ended:
+        assert f"the loss is nan at step 5 (rank {bad})" in rank["message"]
+        assert rank["step"] == 6, "expected all ranks to stop at the sync step"
+    assert "it read the training images" in ended[0]["message"]
+    assert f"{tmp_path}/checkpoints/last.pt" in ended[0]["message"]
+    last = checkpoint.load(tmp_path / "checkpoints" / "last.pt")
+    assert last["progress"]["step"] == 3
+    assert all(tensor.isfinite().all() for tensor in last["model"].values())
+
+
+@pytest.mark.processes
+def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) -> None:
+    """The optimizer step overflows, although the loss of the same step is finite."""
+    overrides = ("optim=sgd", "optim.lr=1e38", "optim.momentum=0", "train.log_every=1")
+    ended = in_ranks(train, 1, str(tmp_path), overrides, set(), 0)
+    assert "not finite" in ended[0]["message"] or "the loss is" in ended[0]["message"]
+    for path in (tmp_path / "checkpoints").glob("*.pt"):
+        assert all(tensor.isfinite().all() for tensor in checkpoint.load(path)["model"].values())
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=4)
+def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
+    """The gradient scaler halves its scale until the gradients are finite. The skipped steps do not
+    count as non-finite steps.
+    """
+    ended = in_ranks(train, 1, str(tmp_path), ("train.precision=fp16",), set(), 0)
+    assert ended[0]["message"] == ""
+
+
+class OverflowingHead(nn.Module):
+    """Classifier head whose weight gradient has one infinite row in one training batch. Under fsdp,
+    only one rank holds this row.
+    """
+
+    def __init__(self, head: nn.Module, batch: int | None) -> None:
+        super().__init__()
+        self.head, self.batch, self.count = head, batch, 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(features)
+        self.count += self.training
+        if self.training and self.count == self.batch:
+            # Detach the features, so that only the gradients of the head are infinite, and not
+            # those of earlier layers.
+            again = self.head(features.detach())
+            again.register_hook(
+                lambda gradient: gradient.index_fill(1, torch.tensor([0]), math.inf)
+            )
+            outputs = outputs + again - again.detach()
+        return outputs
+
+
+def steps_with_overflow_on_rank_1(
+    ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...]
+) -> list[tuple[float, bool]]:
+    """Train four fp16 steps on all ranks. In the second step, a gradient on rank 1 overflows.
+    Return (loss scale, whether the weights have changed) for each step.
+    """
+    config = resolved(
+        *SETTINGS, *overrides, "train.precision=fp16", "train.max_steps=4", "train.epochs=9"
+    )
+    run = start_run(config, Path(folder), ranks, store)
+    state, steps = run.parts.state, []
+    # Start with a low loss scale, so that gradients overflow only in the step that the test
+    # chooses.
+    state.phases[0].scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    bad_batch = config.train.accumulate + 1 if ranks.rank == 1 else None
+    state.model.head = OverflowingHead(state.model.head, bad_batch)  # type: ignore[arg-type]
+    own = [
+        getattr(weight, "to_local", lambda weight=weight: weight)()
+        for weight in state.model.parameters()
+    ]
+    before, update = [weight.detach().clone() for weight in own], scaler.update
+
+    def update_and_record() -> None:
+        update()
+        now = [weight.detach().clone() for weight in own]
+        steps.append((scaler.get_scale(), not all(map(torch.equal, before, now))))
+        before[:] = now
+
+    scaler.update = update_and_record  # type: ignore[method-assign, assignment]
+    with run.training() as training:
+        train_all_steps(training)
+    return steps
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel=ddp",),
+        # The overflow happens in the first of two accumulated batches. Its gradients are not
+        # synchronized between ranks.
+        pytest.param(("parallel=ddp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
+        ("parallel=fsdp", "optim.clip_grad=1"),
+        pytest.param(("parallel=fsdp", "train.accumulate=2"), marks=pytest.mark.slow(seconds=5)),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+@pytest.mark.slow(seconds=10)
+@pytest.mark.sample(4)
+def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_rank_overflow(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    words = (*overrides, "parallel.devices=3", "data.batch_size=6")
+    of_ranks = in_ranks(steps_with_overflow_on_rank_1, 3, str(tmp_path), words)
+    assert of_ranks == [[(8.0, True), (4.0, False), (4.0, True), (4.0, True)]] * 3
+
+
+def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
+    run = start_run(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
+    weight = next(run.parts.state.model.parameters())
+
+    def overflow(*_: Any) -> None:
+        if run.parts.progress.step + 1 == step:
+            weight.data.fill_(math.inf)
+
+    run.parts.state.phases[0].optimizer.register_step_post_hook(overflow)
+    with pytest.raises(NotFiniteError) as stopped, run.training() as training:
+        train_all_steps(training)
+    return str(stopped.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("step", [3, 6], ids=["inside", "the epoch's last"])
+@pytest.mark.slow(seconds=3)
+def test_error_names_the_images_of_the_step_when_weights_are_not_finite(
+    tmp_path: Path, step: int
+) -> None:
+    message = in_ranks(overflow_at, 1, str(tmp_path), step)[0]
+    assert f"the weights are not finite after step {step}" in message
+    assert re.search(r"it read the training images \d+(, \d+){7} …", message), message

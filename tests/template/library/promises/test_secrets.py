@@ -1,0 +1,448 @@
+"""Tests that secrets stay out of files and console output. References to environment variables are
+saved unresolved, and literal values are refused or masked.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from src.schema import Config, OptimConfig, ResolvedConfig
+from tests.template.runs import ROOT
+from timm_parallel import keys
+from timm_parallel.checked_configs import evaluation_config
+from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
+from timm_parallel.config.resolve import resolve
+from timm_parallel.keys import SearchConfig
+from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.search.space import freeze_search, read_space
+from timm_parallel.lab.search.study import open_study
+from timm_parallel.lab.sweep.blocks import freeze_jobs
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.machine.files import write_json, write_text
+from timm_parallel.machine.secrets import (
+    HidingFormatter,
+    hide,
+    hide_in,
+    is_secret_key,
+    is_secret_variable,
+    mask,
+    mask_code,
+)
+from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.configs import conf, parse
+from timm_parallel.trackers.tracker import Tracker
+
+SECRET = "hf_9vX2+not/for\"anyone's=eyes"
+REFERENCE = "${oc.env:HF_TOKEN}"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+
+def files_with_secret(folder: Path) -> list[str]:
+    """Return the paths below `folder` whose name or contents include the secret, also in quoted or
+    shortened form.
+    """
+    forms = {
+        form.encode()
+        for form in (SECRET, repr(SECRET)[1:-1], SECRET.replace('"', '\\"'), SECRET[:10])
+    }
+    paths = list(folder.rglob("*"))
+    assert paths
+    wrong = [str(path) for path in paths if SECRET[:10] in path.name]
+    return wrong + [
+        str(p) for p in paths if p.is_file() and any(form in p.read_bytes() for form in forms)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("+model.kwargs.token=s3cretvalue", "model.kwargs.token: "),
+        ("+model.kwargs.hf_token=12345678s3cret", "model.kwargs.hf_token"),
+        ("+model.kwargs={token:s3cretvalue}", "model.kwargs.token"),
+        ("+model.kwargs.a={b:[{api_key:s3cretvalue}]}", "model.kwargs.a.b.api_key"),
+        ("++optim.kwargs.password='s3cretvalue'", "optim.kwargs.password"),
+        # An error message of Hydra would quote this invalid override with the secret.
+        ("+modle.kwargs.token=s3cretvalue(", "modle.kwargs.token"),
+        ("+modle={token:s3cretvalue}", "modle"),
+        ("search.storage=postgresql://me:s3cretvalue@host/db", "search.storage: "),
+        ("-m +model.kwargs.token=s3cretvalue,s3cret2", "model.kwargs.token"),
+        ("-m search=optuna +model.kwargs.token=choice(s3cretvalue,s3cret2)", "model.kwargs.token"),
+        ("+model.kwargs.token=${oc.env:HF_TOKEN,s3cretvalue}", "model.kwargs.token"),
+        ("+model.kwargs.token=${oc.env:MISSING_TOKEN}", "MISSING_TOKEN"),
+        # The task name becomes a folder name, in which a secret cannot be masked.
+        ("task_name=${oc.env:HF_TOKEN}", "task_name"),
+        ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN}"),
+        (
+            "-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2",
+            "x/${oc.env:HF_TOKEN}",
+        ),
+        # Hydra would write the values of these variables into .hydra/hydra.yaml.
+        (
+            "hydra.job.env_copy=[HF_TOKEN]",
+            "hydra.job.env_",
+        ),
+        ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
+    ],
+)
+def test_literal_secret_on_the_command_line_is_refused_and_not_printed(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str, named: str
+) -> None:
+    monkeypatch.delenv("MISSING_TOKEN", raising=False)
+    line = refuse(*command.split(" "))
+    assert named in line
+    assert "s3cret" not in line and SECRET not in line
+
+
+def test_value_of_a_secret_environment_variable_is_saved_and_printed_as_a_reference(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    line = refuse("modle=0123456789abcdef")
+    assert "modle=${oc.env:WANDB_API_KEY}" in line and "0123456789abcdef" not in line
+    words = (
+        "tags=['0123456789abcdef']",
+        "+model.kwargs.anything='0123456789abcdef'",
+        "data.name=folder",
+        "data.root=/x/0123456789abcdef/y",
+    )
+    frozen = save_by_command(tmp_path / "run", "model=tiny", *words)
+    written = [path.read_text() for path in (tmp_path / "run").rglob("*.yaml")]
+    assert len(written) == 4 and not any("0123456789abcdef" in text for text in written)
+    assert all("/x/${oc.env:WANDB_API_KEY}/y" in text for text in written)
+    assert load_config(tmp_path / "run") == frozen
+
+
+def save_by_command(folder: Path, *words: str) -> keys.ResolvedConfig:
+    """Write the files that train.py writes before it starts ranks, which are .hydra/ and
+    config.yaml. Return the resolved config.
+    """
+    command = compose_command(parse("parallel=single", *words))
+    config = resolve(command.config)
+    folder.mkdir()
+
+    def save(here: Path) -> int:
+        save_config(config, here)
+        return 0
+
+    assert run_in_hydra(command, folder, save) == 0
+    return config
+
+
+@pytest.mark.slow(seconds=2)
+def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A reference keeps the value of an environment variable out of files. This also holds if the
+    name of the variable does not look like a secret.
+    """
+    for name in ("HARMLESS_NAME", "SHORT_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    keys = ("+model.kwargs.token=${oc.env:SHORT_TOKEN}", "data.root=/x/${oc.env:HARMLESS_NAME}")
+    words = (
+        "model=tiny",
+        "data.name=folder",
+        *keys,
+        "+optim.kwargs={password:'${oc.env:HARMLESS_NAME}',nested:[1,{a:2}]}",
+        "train.epochs=1",
+    )
+    config = save_by_command(tmp_path / "run", *words)
+    assert (config.model.kwargs["token"], config.data.root) == ("s3cret", "/x/s3cret")
+    # Save the config a second time without .hydra/, as run_job does on another node with the config
+    # that it has read.
+    for again in range(2):
+        assert not any("s3cret" in path.read_text() for path in (tmp_path / "run").rglob("*.yaml"))
+        assert load_config(tmp_path / "run") == config
+        if again == 0:
+            shutil.rmtree(tmp_path / "run" / ".hydra")
+            save_config(load_config(tmp_path / "run"), tmp_path / "run")
+    monkeypatch.setenv("HARMLESS_NAME", "of another machine")
+    there = load_config(tmp_path / "run")
+    assert isinstance(there.optim, OptimConfig)
+    assert (there.data.root, there.optim.kwargs["password"]) == (
+        "/x/of another machine",
+        "of another machine",
+    )
+    # A value that was changed after loading must be saved instead of the reference.
+    there.data.root = "/elsewhere"
+    save_config(there, tmp_path / "run")
+    assert load_config(tmp_path / "run").data.root == "/elsewhere"
+    monkeypatch.delenv("SHORT_TOKEN")
+    with pytest.raises(ValueError, match=r"model\.kwargs\.token: .*SHORT_TOKEN"):
+        load_config(tmp_path / "run")
+
+
+def test_evaluation_resolves_secret_references_in_a_run_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HARMLESS_NAME", "s3cret")
+    save_by_command(tmp_path / "run", "model=tiny", "+data.kwargs.token=${oc.env:HARMLESS_NAME}")
+    assert evaluation_config(tmp_path / "run", []).data.kwargs == {"token": "s3cret"}
+
+
+def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
+    tree = {
+        "token": "abc",
+        "max_tokens": 3,
+        "a": [{"db_password": 12345}, {"api_key": [SECRET, "x", None, "/etc/passwd"]}],
+    }
+    hidden = {"token": "***", "max_tokens": 3}
+    hidden["a"] = [{"db_password": "***"}, {"api_key": [REFERENCE, "***", None, "/etc/passwd"]}]  # type: ignore[assignment]
+    assert hide_in(tree) == hidden
+
+
+def test_settings_of_a_tracker_hold_no_secrets(tmp_path: Path) -> None:
+    config = ResolvedConfig(task_name="flowers")
+    config.data.kwargs = {"api_key": "abc", "headers": [SECRET], "size": 3}
+    settings = Tracker(config, tmp_path, 0).settings
+    assert settings["task_name"] == "flowers"
+    assert settings["data"]["kwargs"] == {"api_key": "***", "headers": [REFERENCE], "size": 3}
+
+
+@pytest.mark.slow(seconds=1)
+def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path: Path) -> None:
+    config = Config(search=SearchConfig(study_name=f"my {SECRET}", direction="maximize"))
+    assert open_study(tmp_path, config, is_new=True).study_name == f"my {REFERENCE}"
+    assert files_with_secret(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("model: {kwargs: {token: s3cretvalue}}", "model.kwargs.token: "),
+        ("search: {storage: 'mysql://me:s3cretvalue@host/db'}", "search.storage: "),
+        ("search: {params: {model.kwargs.token: 's3cretvalue,s3cret2'}}", "model.kwargs.token: "),
+        (
+            "hydra: {sweeper: {params: {+model.kwargs.token: 's3cretvalue,s3cret2'}}}",
+            "model.kwargs.token: ",
+        ),
+        ("hydra: {job: {env_set: {API_TOKEN: s3cretvalue}}}", "hydra.job.env_set.API_TOKEN=***"),
+    ],
+)
+def test_literal_secret_is_refused_in_a_config_file(
+    refuse: Refuse, tmp_path: Path, text: str, named: str
+) -> None:
+    folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
+    line = refuse(
+        *(["-m"] if "sweeper" in text else []), "--config-dir", str(folder), "experiment=wrong"
+    )
+    assert named in line and "s3cret" not in line
+
+
+def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_path: Path) -> None:
+    save_config(Config(), tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("  kwargs: {}", "  kwargs: {token: s3cretvalue}", 1))
+    line = refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
+    assert "model.kwargs.token" in line and "s3cret" not in line
+    with pytest.raises(ValueError, match=r"model\.kwargs\.token"):
+        load_config(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "PGPASSWORD",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MYSQL_PWD",
+        "DB_PASS",
+        "MY_TOKEN_2",
+        "SIGNING_KEY",
+        "ENCRYPTION_KEY",
+        "SSH_KEY",
+        "SENTRY_DSN",
+        "SLACK_WEBHOOK_URL",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "SESSION_COOKIE",
+        "CI_JWT",
+        "REGISTRY_CREDS",
+        "MY_KEY",
+    ],
+)
+def test_environment_variable_is_treated_as_secret_when_the_name_looks_like_a_secret(
+    name: str,
+) -> None:
+    assert is_secret_variable(name, "12345678")
+    assert not is_secret_variable(name, "1234567"), "short values occur in ordinary words"
+    assert not is_secret_variable(name, str(ROOT)), (
+        "the value of a variable that holds a path is not a secret"
+    )
+
+
+def test_variables_and_keys_that_only_resemble_secret_names_are_not_treated_as_secret() -> None:
+    for name in (
+        "PWD",
+        "OLDPWD",
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+        "GIT_AUTHOR_NAME",
+        "KEYBOARD",
+        "COMPASS",
+        "SSH_PUBLIC_KEY",
+        "SORT_KEY",
+        "KEY",
+    ):
+        assert not is_secret_variable(name, "12345678"), name
+    assert is_secret_variable("DATABASE_URL", "postgresql://me:pw@host/db")
+    for key in (
+        "max_tokens",
+        "key",
+        "keys",
+        "tokens",
+        "num_tokens",
+        "bypass",
+        "token.size",
+        "image_key",
+        "label_key",
+    ):
+        assert not is_secret_key(key), key
+
+
+def test_secret_is_masked_in_quoted_text_url_encoded_text_json_files_and_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from urllib.parse import quote_plus
+
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "-----BEGIN\nabc\n")
+    for form in (
+        SECRET,
+        repr(SECRET),
+        quote_plus(SECRET),
+        "x-----BEGIN\nabc\n",
+        repr("-----BEGIN\nabc\n"),
+    ):
+        assert not any(part in hide(form) for part in ("9vX2", "BEGIN")), form
+    assert hide_in({SECRET: [(SECRET, 1, None)]}) == {REFERENCE: [[REFERENCE, 1, None]]}
+    assert mask("x={'token': 'abc'} mysql://me:pw@h") == "x={'token': ***} mysql://me:***@h"
+    write_json(tmp_path / "a.json", {"reason": f"not {SECRET}", SECRET: 1.5})
+    write_text(tmp_path / "a.txt", f"not {SECRET}")
+    try:
+        raise RuntimeError(f"401 for {SECRET}")
+    except RuntimeError:
+        record = logging.getLogger().makeRecord("n", 40, "f", 1, "as %s", (SECRET,), sys.exc_info())
+    (tmp_path / "rank_0.log").write_text(HidingFormatter("%(message)s").format(record))
+    assert files_with_secret(tmp_path) == []
+    assert "RuntimeError: 401 for ${oc.env:HF_TOKEN}" in (tmp_path / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "masked"),
+    [
+        ('+HF_TOKEN = "two words"  # mine', "+HF_TOKEN = ***"),
+        ("+  api_key: s3cretvalue", "+  api_key: ***"),
+        ("-export DB_PASSWORD=s3cretvalue", "-export DB_PASSWORD=***"),
+        (' os.environ["HF_TOKEN"] = value("s3cretvalue")', ' os.environ["HF_TOKEN"] = ***'),
+        ("@@ -1,3 +1,4 @@ password: s3cretvalue", "@@ -1,3 +1,4 @@ password: ***"),
+        ("+url = mysql://me:s3cretvalue@host/db", "+url = mysql://me:***@host/db"),
+        (f"+print('{SECRET}')", f"+print('{REFERENCE}')"),
+        ("+  token: ${oc.env:HF_TOKEN}", "+  token: ${oc.env:HF_TOKEN}"),
+        (
+            "+self.cls_token = nn.Parameter(torch.zeros(1))",
+            "+self.cls_token = nn.Parameter(torch.zeros(1))",
+        ),
+        ("+num_tokens = 5", "+num_tokens = 5"),
+    ],
+)
+def test_saved_code_diff_masks_a_value_whose_name_looks_like_a_secret(
+    line: str, masked: str
+) -> None:
+    assert mask_code(f"+first\n{line}\n+last\n") == f"+first\n{masked}\n+last\n"
+
+
+def test_saved_config_with_secret_references_loads_with_the_resolved_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This value contains characters that YAML quotes, and is so long that YAML breaks it into
+    # several lines.
+    monkeypatch.setenv("LONG_PASSWORD", "it's: a phrase that YAML quotes, " * 4)
+    words = (
+        "model=tiny",
+        f"tags=['{REFERENCE}','a{REFERENCE}b']",
+        f"+model.kwargs.hf_token={REFERENCE}",
+    )
+    config = resolve(
+        compose_command(parse(*words, "+data.kwargs.password=${oc.env:LONG_PASSWORD}")).config
+    )
+    assert config.tags == [SECRET, f"a{SECRET}b"]
+    save_config(config, tmp_path)
+    assert (
+        files_with_secret(tmp_path) == [] and "phrase" not in (tmp_path / "config.yaml").read_text()
+    )
+    assert load_config(tmp_path) == config
+    again = compose_command(parse("--config-path", str(tmp_path), "--config-name", "config"))
+    assert resolve(again.config) == config
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_and_search_save_secrets_as_references(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "optim.lr=1,2"))
+    for job in freeze_jobs(tmp_path, points, replace(command.config.sweep, repeats=2), 0).jobs:
+        write_job_folder(tmp_path, job)
+    words = ("-m", "search=optuna", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2")
+    command, points = expand(parse(*words))
+    freeze_search(tmp_path, points[0].tree, read_space(command))
+    configs = [path.read_text() for path in tmp_path.rglob("config.yaml")]
+    assert len(configs) == 12, (
+        "expected config.yaml and .hydra/config.yaml of two configurations and four jobs"
+    )
+    assert all(REFERENCE in text for text in configs)
+    assert files_with_secret(tmp_path) == []
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--cfg",
+        "job",
+        "--resolve",
+        f"tags=['{REFERENCE}']",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=10)
+def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
+    """The test covers the config on the console, saved files, TensorBoard logs, and the records and
+    tracebacks of a failure.
+    """
+    variables = {"HF_TOKEN": SECRET, "HARMLESS_NAME": "plain"}
+    words = (
+        "parallel=single",
+        "print_config=true",
+        "train.epochs=1",
+        f"tags=['{REFERENCE}','${{oc.env:HARMLESS_NAME}}']",
+    )
+    done = train(*words, environment=variables)
+    assert done.returncode == 0, done.output
+    assert REFERENCE in done.stdout and SECRET[:10] not in done.output
+    assert files_with_secret(done.folder) == []
+    events = b"".join(path.read_bytes() for path in (done.folder / "tensorboard").iterdir())
+    assert REFERENCE.encode() in events and b"${oc.env:HARMLESS_NAME}" in events
+    failed = train(
+        *words,
+        f"+model.kwargs.token={REFERENCE}",
+        environment=variables,
+        folder=train.base / "failed",
+    )
+    assert failed.returncode == 2, failed.output
+    assert "'token'" in failed.output and SECRET[:10] not in failed.output
+    assert files_with_secret(failed.folder) == []

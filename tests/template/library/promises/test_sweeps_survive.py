@@ -1,0 +1,469 @@
+"""Tests that the results of a sweep or search survive a stop, a kill and a rejected submission to
+Slurm. They also survive a resume on another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.template.runs import tiny
+from timm_parallel.cluster import slurm
+from timm_parallel.errors import UnknownFormatError
+from timm_parallel.keys import SweepConfig
+from timm_parallel.lab.jobs import local_job as child
+from timm_parallel.lab.jobs import slurm_array as array
+from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
+from timm_parallel.lab.jobs.slurm_array import update
+from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
+from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.search.search import Search
+from timm_parallel.lab.sweep.blocks import freeze_jobs
+from timm_parallel.lab.sweep.board import Board
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
+from timm_parallel.machine import hardware
+from timm_parallel.machine.hardware import CudaDevice
+from timm_parallel.record.jobs import Job, Jobs, read_jobs
+from timm_parallel.record.result import Result, read_result, write_result
+from timm_parallel.testing.configs import parse
+
+# Script of a fake sweep job. It counts its starts in a file, writes result.json with status done
+# and objective 0.5, and then sleeps for JOB_STAYS seconds.
+JOB = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+with open(folder / "starts", "a") as file:
+    file.write("x")
+(folder / "result.json").write_text(json.dumps({"status": "done", "objective": 0.5}))
+time.sleep(float(os.environ.get("JOB_STAYS", "0")))
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)]
+    )
+    monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: sweep.jobs.exit_code())
+
+
+def main(*words: str) -> int:
+    return run_multirun(parse("-m", *words), lambda data: None, lambda data: None)
+
+
+def frozen(folder: Path, *overrides: str) -> Jobs:
+    return freeze_jobs(
+        folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()
+    )
+
+
+def starts(folder: Path) -> list[int]:
+    """Return how often each of the three fake jobs was started."""
+    return [
+        len(path.read_text()) if (path := folder / job / "starts").exists() else 0 for job in "012"
+    ]
+
+
+def statuses(folder: Path) -> list[str]:
+    return [job.status for job in read_jobs(folder).jobs]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [("", "waiting"), ('{"sta', "waiting"), (None, "done")]
+)
+def test_sweep_resume_runs_a_finished_job_again_when_its_result_json_is_damaged(
+    tmp_path: Path, content: str | None, status: str
+) -> None:
+    jobs = frozen(tmp_path, "seed=1,2")
+    for job in jobs.jobs:
+        (tmp_path / job.folder).mkdir(exist_ok=True)
+        write_result(tmp_path / job.folder, Result("done"))
+        job.status = "done"
+    if content is not None:
+        (tmp_path / "1" / "result.json").write_text(content)
+    reset_unfinished(jobs)
+    assert [job.status for job in jobs.jobs] == ["done", status]
+
+
+def test_sweep_resume_is_refused_when_newer_code_has_written_a_result(tmp_path: Path) -> None:
+    """The job would otherwise run again and replace its result."""
+    jobs = frozen(tmp_path, "seed=1,2")
+    result = tmp_path / "0" / "result.json"
+    result.parent.mkdir(exist_ok=True)
+    result.write_text('{"format": 12, "status": "finished"}')
+    with pytest.raises(UnknownFormatError, match="format 12"):
+        reset_unfinished(jobs)
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of a finished job is at the last step. A second run would train no steps and
+    overwrite the measured speed.
+    """
+    jobs = frozen(tmp_path, "seed=1,2,3")
+    for job in jobs.jobs[:2]:
+        job.status, job.neighbours = "running", 1
+    jobs.write()
+    write_result(tmp_path / "0", Result("done", seconds={"total": 7.0}))
+    write_result(tmp_path / "1", Result("interrupted"))
+    assert main(f"sweep.resume={tmp_path}") == 0
+    assert starts(tmp_path) == [0, 1, 1]
+    first = read_jobs(tmp_path).jobs[0]
+    assert (first.status, first.seconds) == ("done", 7.0)
+    assert [read_result(tmp_path / job).neighbours for job in "01"] == [1, 0], (
+        "result.json of the first job must keep its number of concurrent jobs"
+    )
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_STAYS", "60")
+    jobs = frozen(tmp_path, "seed=1,2,3")
+
+    def stop(board: Board, now: bool = False) -> None:
+        if (tmp_path / "0" / "result.json").exists():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Board, "update", stop)
+    Sweep(jobs).run()
+    assert statuses(tmp_path) == ["done", "waiting", "waiting"]
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.slow(seconds=5)
+@pytest.mark.sample(3)
+def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_report(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert Sweep(frozen(tmp_path, "seed=1,2,3")).run() == 128 + number
+    assert f"sweep.resume={tmp_path}" in capsys.readouterr().err
+    assert statuses(tmp_path) == ["done"] * 3
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=4)
+def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = JOB.replace('"done"', '"interrupted" if folder.name == "1" else "done"')
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", stopped, str(folder)]
+    )
+    jobs = frozen(tmp_path, "seed=1,2,3")
+    assert Sweep(jobs).run() == 1
+    assert (statuses(tmp_path), read_jobs(tmp_path).status) == (
+        ["done", "interrupted", "done"],
+        "interrupted",
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
+)
+@pytest.mark.slow(seconds=5)
+def test_failure_reason_of_a_killed_sweep_job_names_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, part: str
+) -> None:
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"]
+    monkeypatch.setattr(child, "job_command", lambda folder: command)
+    assert Sweep(frozen(tmp_path, "seed=1,2")).run() == 1
+    jobs = read_jobs(tmp_path).jobs
+    assert [job.status for job in jobs] == ["failed", "failed"]
+    assert all(number.name in job.reason and part in job.reason for job in jobs)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(("is_lost", "status"), [(True, "done"), (False, "failed")])
+def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_killed(
+    tmp_path: Path, is_lost: bool, status: str
+) -> None:
+    """The job counts as failed, however, if the fork server still runs and the job exits with an
+    error after writing its result.
+    """
+    [job] = frozen(tmp_path, "seed=1").jobs
+    server = WarmServer()
+    running = child.LocalJob(job, tmp_path / "0", None, server)
+    running._process = ForkedJob(server, 1)
+    running._process.returncode, running._process.is_lost = -signal.SIGKILL, is_lost
+    write_result(tmp_path / "0", Result("done"))
+    assert running.has_left()
+    running.conclude(None)
+    assert job.status == status
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=6)
+def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappeared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed job runs again when the sweep is resumed on a machine with GPUs. A skipped job would
+    not run again.
+    """
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
+    )
+    jobs = frozen(tmp_path, "seed=1,2,3", "parallel.accelerator=cuda")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    Sweep(jobs).run()
+    assert starts(tmp_path) == [1, 1, 1]
+    assert DeviceScheduler({"cuda": []}).start_next([(0, Requirement("cuda", 2))]) == (0, [])
+
+
+def search(folder: Path, *words: str) -> int:
+    return main(
+        *tiny(
+            "search=optuna",
+            "parallel=single",
+            "search.n_trials=3",
+            f"hydra.sweep.dir={folder}",
+            *words,
+        )
+    )
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(jobs: Jobs, study: object, config: object) -> None:
+        raise ValueError("a plot of no values")
+
+    monkeypatch.setattr("timm_parallel.lab.search.page.write_search_page", fail)
+    with pytest.raises(ValueError, match="a plot of no values"):
+        search(tmp_path / "search")
+    assert statuses(tmp_path / "search") == ["done"] * 3
+    assert (tmp_path / "search" / "study.db").exists()
+
+
+@pytest.mark.slow(seconds=7)
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
+    tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = Search._tell
+
+    def killed(search: Search, job: Job, trial: Any) -> None:
+        if job.id == 1:
+            raise KeyboardInterrupt
+        tell(search, job, trial)
+
+    folder = tmp_path / "search"
+    monkeypatch.setattr(Search, "_tell", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search(folder)
+    monkeypatch.setattr(Search, "_tell", tell)
+    assert statuses(folder) == ["done", "running", "waiting"]
+    assert main(f"sweep.resume={folder}") == 0
+    assert statuses(folder) == ["done"] * 3
+    assert starts(folder) == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
+    folder = tmp_path / "search"
+    search(folder)
+    jobs = read_jobs(folder)
+    jobs.jobs += [Job(number, f"trial {number}", str(number), []) for number in range(3, 20)]
+    jobs.write()
+    assert main(f"sweep.resume={folder}", "search.n_trials=4") == 0
+    assert statuses(folder) == ["done"] * 4
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_resumed_search_is_refused_when_no_trial_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
+    )
+    monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
+    folder = tmp_path / "search"
+    search(folder, "parallel.accelerator=cuda")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    with pytest.raises(ValueError, match=r"parallel\.accelerator=cuda"):
+        main(f"sweep.resume={folder}")
+
+
+def on_slurm(folder: Path, *words: str) -> int:
+    return main(
+        *tiny("parallel=single", "cluster=slurm", "seed=1,2,3", f"hydra.sweep.dir={folder}", *words)
+    )
+
+
+def refuse(script: Path) -> str:
+    raise ValueError("cluster=slurm: sbatch refuses the job: the controller is away")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array, "sbatch", lambda script: "7")
+    monkeypatch.setattr(array, "jobs_in_queue", lambda: {})
+    monkeypatch.setattr(slurm.shutil, "which", lambda program: f"/usr/bin/{program}")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_resumed_sweep_keeps_all_run_folders_when_slurm_rejects_the_submission(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    assert on_slurm(folder) == 0
+    # Make all jobs look interrupted by the time limit of Slurm.
+    for job in "012":
+        write_result(folder / job, Result("interrupted"))
+        (folder / job / "checkpoints").mkdir()
+        (folder / job / "checkpoints" / "last.pt").touch()
+    monkeypatch.setattr(array, "sbatch", refuse)
+    with pytest.raises(ValueError, match="the controller is away"):
+        main(f"sweep.resume={folder}")
+    assert len(list(folder.glob("?/checkpoints/last.pt"))) == 3
+    new = tmp_path / "new"
+    with pytest.raises(ValueError, match="the controller is away"):
+        # The jobs with two devices are skipped, because parallel=single uses one device.
+        on_slurm(new, "parallel.devices=1,2")
+    assert not new.exists()
+
+
+@pytest.mark.slow(seconds=2)
+def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
+    tmp_path: Path, cluster: None
+) -> None:
+    folder = tmp_path / "sweep"
+    on_slurm(folder)
+    assert '"$SLURM_ARRAY_TASK_ID" "$code"' in (folder / "job.sbatch").read_text()
+    update(folder, 0, 2)
+    write_result(folder / "1", Result("interrupted"))
+    update(folder, 1, 143)
+    assert statuses(folder) == ["failed", "waiting", "waiting"]
+    assert "exit code 2" in read_jobs(folder).jobs[0].reason
+    write_result(folder / "0", Result("done"))
+    update(folder, 0, 0)
+    assert statuses(folder) == ["done", "waiting", "waiting"], (
+        "a job that was submitted twice is done when its second task has finished"
+    )
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resume is refused even if the earlier command was killed before it could save the ID of
+    the array.
+    """
+    folder = tmp_path / "sweep"
+    on_slurm(folder)
+    for job in "012":
+        (folder / job / "job.id").unlink()
+    monkeypatch.setattr(array, "jobs_in_queue", lambda: {f"{folder}/job.sbatch": "7_[0-2]"})
+    with pytest.raises(ValueError, match=r"job 7_\[0-2\] of this sweep is in the queue"):
+        main(f"sweep.resume={folder}")
+
+
+@pytest.mark.slow(seconds=2)
+def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_failed(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    answers = [
+        "JobId=7 ArrayTaskId=2 JobState=PENDING ExitCode=0:0\nJobId=8 ArrayTaskId=0 "
+        "JobState=FAILED ExitCode=1:0\n",
+        "JobId=7 ArrayTaskId=2 JobState=RUNNING ExitCode=0:0\nJobId=8 ArrayTaskId=0 "
+        "JobState=FAILED ExitCode=1:0\n",
+        "JobId=7 ArrayTaskId=2 JobState=COMPLETED ExitCode=0:0\n",
+    ]
+
+    def scontrol(*words: str) -> str:
+        if len(answers) == 1:
+            jobs = read_jobs(folder)
+            for job, status in zip(jobs.jobs, ("failed", "done", "done"), strict=True):
+                job.status = status
+            jobs.write()
+        return answers.pop(0)
+
+    monkeypatch.setattr(slurm, "_output", scontrol)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert on_slurm(folder, "cluster.wait=true") == 1, (
+        "a task that Slurm no longer lists must count as failed"
+    )
+    assert not answers
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+) -> None:
+    """The names of the jobs contain brackets, which rich must not read as markup."""
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    names = ("data.kwargs.paths=[/a,/b],tags=[bold]", "seed=2", "seed=3")
+    jobs = Jobs(
+        tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)]
+    )
+    board = Board(jobs)
+    with board.shown():
+        for job in jobs.jobs[:2]:
+            job.status, job.seconds = "done", 2.0
+            board.ended(job)
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if "  2.0 s  " in line]
+    assert len(lines) == 2
+    assert all(
+        line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
+    )
+    # Only the progress bar shows an estimate of the time left.
+    assert (" s left" in shown) == is_terminal
+
+
+def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `python train.py -m | tee log`, Ctrl-C ends tee at once. The sweep must still record the
+    states of its jobs.
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        board = Board(Jobs(tmp_path, "", []))
+        board.say("a line without a reader")
+        print("another line")

@@ -1,0 +1,208 @@
+"""Tests of train.accumulate=auto. If a rank runs out of memory, all ranks start again. They halve
+the batch and accumulate the gradients of twice as many batches.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.template.runs import ROOT, resolved, run_warm, tiny
+from timm_parallel.config.compose import (
+    asks_for_accumulate,
+    compose_command,
+    load_config,
+    save_config,
+    save_hydra_files,
+)
+from timm_parallel.config.evaluation import compose_evaluation
+from timm_parallel.config.resolve import halve_batches, resolve
+from timm_parallel.faults.failure import RankExits
+from timm_parallel.keys import ResolvedConfig
+from timm_parallel.lab.jobs.folders import config_folder, write_job_folder
+from timm_parallel.lab.report.collect import collect
+from timm_parallel.launch import job
+from timm_parallel.launch.resume import (
+    check_resumable,
+    compose_run,
+    folder_to_resume,
+    keep_chosen,
+)
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.jobs import Job
+from timm_parallel.record.result import read_result
+from timm_parallel.task_rules import check_task
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import parse
+from timm_parallel.testing.ranks import warm_ranks
+
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
+DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
+
+
+def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
+    """Build environment variables that make a rank run out of memory in the forward
+    pass of a step.
+    """
+    return {
+        "FAULT": f"no_memory:{rank}:{step}:the forward pass",
+        "FAULT_MARK": str(mark),
+        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
+    }
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with train.accumulate=auto on two ranks, and return the run folder. In the first
+    attempt, rank 1 runs out of memory in step 3.
+    """
+    base = tmp_path_factory.mktemp("halved")
+    folder, attempts = base / "run", []
+
+    def run_ranks(config: ResolvedConfig, folder: Path, start_rank: object = None) -> RankExits:
+        attempts.append(config.train.accumulate)
+        if len(attempts) > 1:
+            return warm_ranks(config, folder)
+        environment, first = without_memory("1", 3, base / "mark"), FAULTY / "sitecustomize.py"
+        return warm_ranks(config, folder, environment, first)
+
+    command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto", "train.log_every=1")))
+    check_task(command.config)
+    folder.mkdir()
+    save_hydra_files(command.tree, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "run_ranks", run_ranks)
+        assert job.run_job(resolve(command.config), folder) == 0
+    assert attempts == [1, 2]
+    return folder
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_accumulate_auto_trains_the_same_weights_as_an_equal_train_accumulate_set_by_hand(
+    halved: Path, tmp_path: Path
+) -> None:
+    by_hand = run_warm(tmp_path / "run", *DDP, "data.batch_size=16", "train.accumulate=2")
+    found, expected = read_result(halved), read_result(by_hand)
+    assert (found.status, found.accumulate, found.batch_size) == ("done", 2, 16)
+    assert (found.steps, found.samples_seen) == (6, 192)
+    assert found.parameters_hash == expected.parameters_hash
+    assert found.parameters_hash is not None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("again", [(), ("train.accumulate=auto", "data.batch_size=32")])
+def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(
+    halved: Path, again: tuple[str, ...]
+) -> None:
+    command = compose_run(parse(f"resume={halved}", "train.epochs=2", *again))
+    config = resolve(command.config)
+    folder = folder_to_resume(config, command.config)
+    assert folder == halved
+    config = keep_chosen(config, load_config(halved), command.config.train.accumulate == "auto")
+    assert (config.train.accumulate, config.data.batch_size) == (2, 16)
+    check_resumable(config, halved)
+
+
+def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_found(
+    tmp_path: Path,
+) -> None:
+    job = Job(0, "auto", "0", [], configuration=0, seed=42)
+    source = config_folder(tmp_path, job)
+    command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto")))
+    save_hydra_files(command.tree, source)
+    save_config(resolve(command.config), source)
+    folder = write_job_folder(tmp_path, job)
+    half = halve_batches(load_config(folder))
+    assert half is not None
+    save_config(half, folder)
+    # A job without a checkpoint forgets the halved batch and starts again with the whole batch.
+    assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 1
+    save_config(half, folder)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.pt").touch()
+    assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
+
+
+def test_evaluation_under_torchrun_ignores_accumulate_auto_of_an_experiment_file(
+    tmp_path: Path,
+) -> None:
+    overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
+    config = compose_evaluation(None, overrides, Ranks(0, 2, 0, 2))
+    assert (config.train.accumulate, config.parallel.devices) == (1, 2)
+
+
+@pytest.mark.processes
+def test_report_lists_the_requested_batch_size_of_a_run_with_accumulate_auto(halved: Path) -> None:
+    (record,) = collect([halved])
+    assert record.config["train.accumulate"] == 1
+    assert record.config["data.batch_size"] == record.integer("batch_size") == 32
+
+
+def test_asks_for_accumulate_returns_true_only_for_a_run_with_accumulate_auto(
+    tmp_path: Path,
+) -> None:
+    for value in ("auto", "2"):
+        command = compose_command(parse(*tiny(f"train.accumulate={value}", "tags=[auto]")))
+        save_hydra_files(command.tree, tmp_path / value)
+    assert asks_for_accumulate(tmp_path / "auto")
+    assert not asks_for_accumulate(tmp_path / "2")
+    assert not asks_for_accumulate(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (("data.batch_size=32",), [(16, 2), (8, 4), (4, 8), (2, 16)]),
+        (("data.batch_size=24",), [(12, 2), (6, 4)]),
+        (("data.batch_size=null", "data.batch_size_per_device=4"), [(4, 2), (2, 4)]),
+        (("data.batch_size=16", "data.augment.mixup=0.8"), [(8, 2), (4, 4)]),
+    ],
+)
+def test_accumulate_auto_halves_batches_until_a_rank_has_one_image(
+    overrides: tuple[str, ...], sizes: list[tuple[int, int]]
+) -> None:
+    half = halve_batches(resolved(*DDP, *overrides))
+    found = []
+    while half is not None:
+        found.append((half.global_batch, half.train.accumulate))
+        half = halve_batches(half)
+    assert found == sizes
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow
+def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_memory(
+    train: Train,
+) -> None:
+    done = train(
+        *DDP,
+        "train.accumulate=auto",
+        "data.batch_size=8",
+        environment=without_memory("1", 2, train.base / "mark"),
+    )
+    assert done.returncode == 1, done.output
+    assert (done.result["status"], done.result["accumulate"]) == ("out_of_memory", 4)
+    assert "model.grad_checkpointing=true" in done.result["reason"]
+    assert "data.batch_size=" not in done.result["reason"]
+    assert load_config(done.folder).data.batch_size == 2
+    assert len((train.base / "mark").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (("parallel=ddp",), 2),
+        (("cluster=slurm", "cluster.nodes=2", "cluster.gpus=1"), None),
+        (("cluster=kubernetes", "cluster.gpus=1", "cluster.image=x", "cluster.claim=y"), None),
+    ],
+)
+def test_accumulate_auto_is_refused_when_the_launcher_cannot_start_all_ranks_again(
+    overrides: tuple[str, ...], world_size: int | None
+) -> None:
+    config = compose_command(parse(*tiny(*overrides, "train.accumulate=auto"))).config
+    with pytest.raises(ValueError, match=r"train\.accumulate=1"):
+        resolve(config, world_size)

@@ -1,0 +1,796 @@
+"""Tests that checkpoints hold unwrapped weights and plain values, are written atomically, and are
+refused if they do not fit the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from src.app import app
+from src.tasks.classification import Classification
+from src.train.build import build_run
+from src.train.run import run
+from tests.template.runs import resolved
+from timm_parallel.entry import run_command
+from timm_parallel.errors import UnknownFormatError
+from timm_parallel.faults.liveness import liveness
+from timm_parallel.machine import hardware
+from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.single import Single
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
+from timm_parallel.state.progress import Progress
+from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
+
+Contents = dict[str, Any]
+SETTINGS = ("parallel.accelerator=cpu", "model.ema.decay=0.9")
+
+
+def run_of(
+    *overrides: str, ranks: Ranks | None = None, store: Any = None, loss: str | None = None
+) -> RunParts:
+    """Build a run, train one step, and return the model, optimizer and loaders of the run. If a
+    store is given, the caller must close the strategy of the run. `loss`: class of a loss.
+    """
+    config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
+    config.train.loss = loss or config.train.loss
+    torch.manual_seed(0)
+    strategy = build_strategy(config.parallel, ranks, store)
+    run = build_run(config, strategy)
+    phase = run.state.phases[0]
+    losses, _ = phase.wrapped(next(run.train_loader.epoch(0)))
+    losses.mean().backward()
+    phase.optimizer.step()
+    if store is None:
+        strategy.close()
+    return run
+
+
+def contents_of(run: RunParts, step: int = 1) -> Contents:
+    run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
+    made_by = {"strategy": "single", "devices": 1}
+    return {
+        **saving.snapshot(run.state, run.strategy),
+        "classes": run.dataset.target_names,
+        "made_by": made_by,
+    }
+
+
+@pytest.fixture(scope="module")
+def single() -> RunParts:
+    return run_of("parallel=single")
+
+
+@pytest.fixture(scope="module")
+def contents(single: RunParts) -> Contents:
+    return contents_of(single)
+
+
+def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
+    return checkpoint.save(
+        folder,
+        {**contents, "progress": {**contents["progress"], "step": step}},
+        step,
+        keep,
+        is_best,
+    )
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """Read all files below a folder, and return a dictionary from relative path to contents. Hidden
+    files are included.
+    """
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+# Tests of the contents of a checkpoint.
+# --------------------------------------------------------------------------------------------------
+
+
+def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[str]]:
+    run = run_of(f"parallel={strategy}", "parallel.devices=2", ranks=ranks, store=store)
+    found = names(contents_of(run))
+    run.strategy.close()
+    return found
+
+
+def names(contents: Contents) -> dict[str, list[str]]:
+    return {"model": list(contents["model"]), "ema": list(contents["averages"]["ema"])}
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=4)
+def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
+    contents: Contents,
+) -> None:
+    model = resolved().model
+    plain = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=32, **model.kwargs)
+    expected = {key: list(plain.state_dict()) for key in ("model", "ema")}
+    assert names(contents) == expected
+    assert names(contents_of(run_of("parallel=dp", "parallel.devices=2"))) == expected
+    for strategy in ("ddp", "fsdp"):
+        assert in_ranks(names_of_ranks, 2, strategy) == [expected] * 2
+    plain.load_state_dict(contents["model"])
+
+
+def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
+    single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore steps a copy of the optimizer, which calls the same hooks as a training step. The
+    watchdog must wait for parallel.start_timeout until the first real step.
+    """
+    monkeypatch.setattr(liveness, "steps_done", 0)
+    handle = register_optimizer_step_post_hook(liveness.count_step)
+    try:
+        ticks = liveness.ticks
+        restoring.restore(single.state, single.strategy, contents)
+        assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
+        single.state.phases[0].optimizer.step()
+        assert liveness.steps_done == 1
+    finally:
+        handle.remove()
+    restoring.restore(single.state, single.strategy, contents)
+
+
+def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
+    single: RunParts, contents: Contents, tmp_path: Path
+) -> None:
+    path = save(tmp_path, contents, 7)
+    other = run_of("parallel=single", "seed=8").state
+    restoring.restore(other, single.strategy, checkpoint.load(path))
+    assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
+    for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
+        assert saved is not None and restored is not None
+        for name, tensor in restored.state_dict().items():
+            assert torch.equal(saved.state_dict()[name], tensor), name
+    moments = [
+        list(state.phases[0].optimizer.state_dict()["state"].values())
+        for state in (single.state, other)
+    ]
+    assert len(moments[0]) == len(list(other.model.parameters()))
+    for saved, restored in zip(*moments, strict=True):
+        assert all(
+            torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key]))
+            for key in saved
+        )
+
+
+class Summing(Single):
+    """Strategy that has a state to save in checkpoints."""
+
+    total = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
+    single: RunParts, tmp_path: Path
+) -> None:
+    before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
+    before.total, other.kind = torch.tensor([1.0, 2.0]), "src.parallel.other.Other"
+    made_by = {"strategy": "single", "devices": 1}
+    saved = {**saving.snapshot(single.state, before), "classes": [], "made_by": made_by}
+    contents = checkpoint.load(save(tmp_path, saved, 1))
+    for strategy, expected in ((after, [1.0, 2.0]), (other, [0.0, 0.0])):
+        restoring.restore(single.state, strategy, contents)
+        assert strategy.total.tolist() == expected
+
+
+def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
+    single: RunParts, contents: Contents
+) -> None:
+    """The EMA can be missing in a checkpoint with resume_strict=false. An EMA of random weights
+    would need many steps to become useful.
+    """
+    other = run_of("parallel=single", "seed=8").state
+    restoring.restore(other, single.strategy, {**contents, "averages": {}})
+    assert other.ema is not None
+    for name, tensor in other.ema.state_dict().items():
+        assert torch.equal(tensor, contents["model"][name]), name
+
+
+def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_count(
+    contents: Contents, tmp_path: Path
+) -> None:
+    sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
+    parameters = sum(tensor.numel() for tensor in contents["model"].values())
+    expected = {
+        "step": 7,
+        "best": {"acc": 0.25},
+        "classes": 10,
+        "parameters": parameters,
+        "strategy": "single",
+    }
+    assert {key: sidecar[key] for key in expected} == expected
+    assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
+
+
+# Tests that checkpoints are written atomically.
+# --------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
+    contents: Contents, tmp_path: Path
+) -> None:
+    # Use steps whose numerical and alphabetical orders differ: 9 is before 100, but the text 100 is
+    # before the text 9.
+    for step in (5, 8, 9, 10, 100):
+        save(tmp_path, contents, step, keep=2, is_best=step == 8)
+    assert {path.name for path in tmp_path.glob("*.pt")} == {
+        "last.pt",
+        "best.pt",
+        "step_10.pt",
+        "step_100.pt",
+    }
+    assert {path.stem for path in tmp_path.glob("*.json")} == {
+        path.stem for path in tmp_path.glob("*.pt")
+    }
+    steps = {path.stem: checkpoint.load(path)["progress"]["step"] for path in tmp_path.glob("*.pt")}
+    assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
+
+
+def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") -> Contents:
+    """Return checkpoint contents with an evaluation result. `score` is the value of `metric`, or
+    None if the checkpoint is saved without an evaluation.
+    """
+    return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
+
+
+def save_top(
+    folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2
+) -> None:
+    score = contents["score"]
+    progress = {
+        **contents["progress"],
+        "step": step,
+        "score": score,
+        "evaluated_at": None if score is None else step,
+    }
+    checkpoint.save(folder, {**contents, "progress": progress}, step, 1, is_best, top)
+
+
+def best_steps(folder: Path) -> list[int]:
+    """Return the steps in the names of the best_step_N.pt files. Check that weights and JSON
+    sidecar of each file belong to the step.
+    """
+    paths = list(folder.glob("best_step_*"))
+    assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
+    steps = sorted(
+        int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt"
+    )
+    for step in steps:
+        path = folder / f"best_step_{step}.pt"
+        assert checkpoint.load(path)["progress"]["step"] == step
+        assert json.loads(path.with_suffix(".json").read_text())["step"] == step
+    return steps
+
+
+def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
+    contents: Contents, tmp_path: Path
+) -> None:
+    """Of two steps with equal scores, the earlier step ranks first. A step without an evaluation is
+    not ranked.
+    """
+    scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
+    kept = {}
+    for step, score in scores.items():
+        save_top(tmp_path, evaluated(contents, score), step, is_best=step in (1, 2, 11))
+        kept[step] = best_steps(tmp_path)
+    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 4], 10: [2, 4], 11: [2, 11]}
+    assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
+
+
+def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
+    contents: Contents, tmp_path: Path
+) -> None:
+    save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
+
+
+def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
+    contents: Contents, tmp_path: Path
+) -> None:
+    """A run may continue from an older checkpoint or with another metric. It then deletes the best
+    checkpoints that it cannot rank.
+    """
+    for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
+        save_top(tmp_path, evaluated(contents, score), step, top=3)
+    save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
+    assert best_steps(tmp_path) == [1, 5, 6]
+    save_top(tmp_path, evaluated(contents, -3.5, "val/loss"), 7, top=3)
+    assert best_steps(tmp_path) == [7]
+
+
+def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_damaged(
+    contents: Contents, tmp_path: Path
+) -> None:
+    for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
+        save_top(tmp_path, evaluated(contents, score), step, top=4)
+    (tmp_path / "best_step_1.pt").unlink()
+    (tmp_path / "best_step_2.json").write_text('{"score": ')
+    (tmp_path / "best_step_3.json").unlink()
+    (tmp_path / "best_step_4_mine.pt").write_bytes(b"a copy of the user")
+    save_top(tmp_path, evaluated(contents, 0.1), 5, top=4)
+    assert {path.name for path in tmp_path.glob("best_step_*.pt")} == {
+        *("best_step_4.pt", "best_step_4_mine.pt", "best_step_5.pt")
+    }
+
+
+@pytest.mark.slow(seconds=1)
+def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the failure, the run continues from last.pt. Depending on the rename that failed, it
+    trains step 2 again or step 2 is already saved.
+    """
+    replace = os.replace
+    for failing in range(8):
+        folder = tmp_path / str(failing) / "checkpoints"
+        folder.parent.mkdir()
+        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
+        done: list[Any] = []
+
+        def rename(
+            source: Any, target: Any, done: list[Any] = done, failing: int = failing
+        ) -> None:
+            if len(done) == failing:
+                disk_full()
+            done.append(target)
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", rename)
+            with pytest.raises(OSError, match=r"step_2\.pt"):
+                save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        save_top(folder, evaluated(contents, 0.5), 3)
+        assert best_steps(folder) == [2, 3], failing
+
+
+def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
+    (Path(folder) / "logs").mkdir(parents=True)
+    torch.set_num_threads(1)
+    for epochs in (3, 6):
+        words = (
+            "parallel=single",
+            "checkpoint.top=3",
+            "checkpoint.every_steps=3",
+            f"train.epochs={epochs}",
+        )
+        run(resolved(*words), Path(folder), ranks, None)
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=5)
+def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
+    tmp_path: Path,
+) -> None:
+    in_ranks(trained_twice, 1, str(tmp_path / "run"))
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
+    assert len(lines) == 6
+    ranked = sorted(lines, key=lambda line: (-line["val/acc"], line["step"]))[:3]
+    assert best_steps(tmp_path / "run" / "checkpoints") == sorted(line["step"] for line in ranked)
+    assert (tmp_path / "run/checkpoints/best.pt").samefile(
+        tmp_path / f"run/checkpoints/best_step_{ranked[0]['step']}.pt"
+    )
+
+
+def disk_full(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
+def test_checkpoint_save_leaves_all_files_unchanged_when_writing_fails(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save(tmp_path, contents, 1, keep=1, is_best=True)
+    before = everything(tmp_path)
+    module, _, name = call.partition(".")
+    with monkeypatch.context() as patch:
+        patch.setattr({"torch": torch, "os": os}[module], name, disk_full)
+        with pytest.raises(OSError, match=r"step_2\.pt: .*MiB free.*No space left") as refusal:
+            save(tmp_path, contents, 2, keep=1, is_best=True)
+    assert "\n" not in str(refusal.value)
+    assert everything(tmp_path) == before, "expected unchanged files and no temporary file"
+
+
+def test_checkpoint_save_error_reports_free_space_when_folder_cannot_be_created(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: disk_full())
+    with pytest.raises(OSError, match=r"step_1\.pt: .* MiB free: .*No space left"):
+        save(tmp_path / "checkpoints", contents, 1)
+
+
+def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
+    contents: Contents, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, contents, 1)
+    shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
+    save(folder, contents, 2, keep=1)
+    assert sorted(path.name for path in folder.glob("*.pt")) == [
+        "last.pt",
+        "step_1_good.pt",
+        "step_2.pt",
+    ]
+    assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
+
+
+@pytest.mark.parametrize("undefined", [math.nan, None])
+def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float | None) -> None:
+    progress = Progress()
+    losses = [undefined, 2.0, undefined, 1.0, 3.0]
+    assert [
+        progress.add_evaluation({"loss": loss, "acc": 0.5}, "loss", Classification.metrics)
+        for loss in losses
+    ] == [False, True, False, True, False]
+    assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
+    assert progress.best_values == {"loss": 1.0, "acc": 0.5}
+
+
+@pytest.mark.slow(seconds=1)
+def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save renames six files, which are step_2, last and best, each with a .pt and a
+    .json file.
+    """
+    replace = os.replace
+    for failing in range(6):
+        run = tmp_path / str(failing)
+        folder = run / "checkpoints"
+        run.mkdir()
+        save(folder, contents, 1, keep=1, is_best=True)
+        done: list[Any] = []
+
+        def rename(
+            source: Any, target: Any, done: list[Any] = done, failing: int = failing
+        ) -> None:
+            if len(done) == failing:
+                disk_full()
+            done.append(target)
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", rename)
+            with pytest.raises(OSError, match=r"step_2\.pt"):
+                save(folder, contents, 2, keep=1, is_best=True)
+        assert [
+            path.name
+            for path in folder.iterdir()
+            if path.name.startswith(".") or "tmp" in path.name
+        ] == []
+        steps = {
+            name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"]
+            for name in ("last", "best")
+        }
+        assert steps == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
+        assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
+        save(folder, contents, 3, keep=1)
+        assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
+
+
+def test_checkpoint_save_copies_files_when_hard_links_fail(
+    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", disk_full)
+    path = save(tmp_path, contents, 4, is_best=True)
+    assert (
+        path.read_bytes()
+        == (tmp_path / "best.pt").read_bytes()
+        == (tmp_path / "step_4.pt").read_bytes()
+    )
+    assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
+
+
+# Tests of files that are not checkpoints of this project.
+# ---------------------------------------------------------------------------------------
+
+
+FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
+    "a_list": (lambda contents: [1, 2], "not a checkpoint of this project"),
+    "a_tensor": (lambda contents: torch.zeros(3), "not a checkpoint of this project"),
+    "weights_of_timm": (lambda contents: contents["model"], "not a checkpoint of this project"),
+    "of_lightning": (
+        lambda contents: {"state_dict": contents["model"], "epoch": 1},
+        "not a checkpoint of this",
+    ),
+    "a_named_format": (
+        lambda contents: {**contents, "format": "timm"},
+        "not a checkpoint of this project",
+    ),
+    "no_format": (
+        lambda contents: {**contents, "format": None},
+        "not a checkpoint of this project",
+    ),
+    "newer": (
+        lambda contents: {**contents, "format": checkpoint.FORMAT + 1},
+        f"expected {checkpoint.FORMAT}",
+    ),
+    "older": (
+        lambda contents: {**contents, "format": 1},
+        f"expected {checkpoint.FORMAT}",
+    ),
+    "a_module": (
+        lambda contents: {**contents, "format": 1, "model": nn.Linear(2, 2)},
+        "more than tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
+    contents: Contents, tmp_path: Path, name: str
+) -> None:
+    make, reason = FOREIGN[name]
+    path = tmp_path / f"{name}.pt"
+    torch.save(make(contents), path)
+    with pytest.raises(ValueError, match=reason) as refusal:
+        checkpoint.load(path)
+    assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("other", [1, checkpoint.FORMAT + 5])
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_load_newest_checkpoint_refuses_an_unknown_format_and_uses_no_older_file(
+    contents: Contents, tmp_path: Path, other: int, has_sidecar: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, contents, 3)
+    for sidecar in folder.glob("*.json"):
+        sidecar.unlink()
+    (folder / "last.pt").unlink()
+    torch.save({**contents, "format": other}, folder / "last.pt")
+    if has_sidecar:
+        # A file of another format need not be a file that torch can load.
+        (folder / "last.json").write_text(json.dumps({"format": other}))
+        (folder / "last.pt").write_bytes(b"another kind of file")
+    with pytest.raises(UnknownFormatError, match=f"last.pt.* {other}, expected"):
+        checkpoint.load_newest(tmp_path)
+
+
+def test_load_newest_checkpoint_error_lists_all_files_when_all_are_damaged(
+    contents: Contents, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.load_newest(tmp_path) is None
+    save(folder, contents, 1)
+    for path in folder.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:99])
+    with pytest.raises(ValueError, match="damaged") as refusal:
+        checkpoint.load_newest(tmp_path)
+    assert all(str(folder / f"{name}.pt") in str(refusal.value) for name in ("last", "step_1"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
+    run, contents = (
+        run_of("model.kwargs.embed_dim=24", "model.kwargs.num_heads=2"),
+        contents_of(run_of("model=tiny")),
+    )
+    with pytest.raises(ValueError, match="by a different model") as refusal:
+        restoring.restore(run.state, run.strategy, contents)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")],
+)
+def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
+    sgd = ("optim=sgd",) if "sgd" in before else ()
+    run = run_of(after, *sgd)
+    restoring.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
+    assert run.state.progress.step == 1
+
+
+def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
+    single: RunParts, contents: Contents
+) -> None:
+    with pytest.raises(ValueError, match="only weights, no averages, networks, phases, progress"):
+        restoring.restore(
+            replace(single.state), single.strategy, {"format": 3, "model": contents["model"]}
+        )
+
+
+# Tests of files of format 2.
+# --------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Loss with a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+# Let a config refer to the class of this file by a name below src.
+HERE = "src.checkpoint_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+
+
+def as_format_2(contents: Contents) -> Contents:
+    """Build what format 2 stored of a run: one optimizer, one average, and the tensors of the loss
+    as those of a training step.
+    """
+
+    def renamed(name: str) -> str:
+        return name.replace("loss.", "train_step.criterion.", 1) if name[:5] == "loss." else name
+
+    phase, own = contents["phases"]["train"], contents["networks"]["loss"]
+    optimizer = phase["optimizer"]
+    new = ("networks", "averages", "phases")
+    return {
+        **{key: value for key, value in contents.items() if key not in new},
+        "format": 2,
+        "ema": contents["averages"]["ema"],
+        "train_step": {f"criterion.{name}": tensor for name, tensor in own.items()},
+        "scaler": phase["scaler"],
+        "optimizer": {
+            "kind": optimizer["kind"],
+            "state": {renamed(name): state for name, state in optimizer["state"].items()},
+            "param_groups": [
+                {**group, "params": [renamed(name) for name in group["params"]]}
+                for group in optimizer["param_groups"]
+            ],
+        },
+    }
+
+
+def tensors_after_a_step(contents: Contents) -> list[torch.Tensor]:
+    """Restore a checkpoint into a new run, and train a step."""
+    run = run_of("parallel=single", "seed=8", loss=f"{HERE}.Scaled")
+    phase = run.state.phases[0]
+    phase.optimizer.zero_grad()
+    restoring.restore(run.state, run.strategy, contents)
+    losses, _ = phase.wrapped(next(run.train_loader.epoch(1)))
+    losses.mean().backward()
+    phase.optimizer.step()
+    assert run.state.ema is not None
+    return [*run.state.networks.state_dict().values(), *run.state.ema.state_dict().values()]
+
+
+@pytest.mark.slow(seconds=1)
+def test_checkpoint_of_format_2_continues_like_the_same_one_of_format_3(tmp_path: Path) -> None:
+    contents = contents_of(run_of("parallel=single", loss=f"{HERE}.Scaled"))
+    assert contents["networks"]["loss"].keys() == {"scale", "calls"}
+    path = save(tmp_path, contents, 3)
+    expected = tensors_after_a_step(checkpoint.load(path))
+    for sidecar in tmp_path.glob("*.json"):
+        sidecar.unlink()
+    torch.save(as_format_2(checkpoint.load(path)), tmp_path / "old.pt")
+    actual = tensors_after_a_step(checkpoint.load(tmp_path / "old.pt"))
+    assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
+
+
+@pytest.mark.parametrize("part", ["model", "ema", "train_step"])
+def test_checkpoint_of_format_2_with_weights_that_are_not_finite_is_refused(
+    tmp_path: Path, part: str
+) -> None:
+    saved = {name: {"weight": torch.ones(2)} for name in ("model", "ema", "train_step")}
+    saved[part]["weight"][0] = math.nan
+    torch.save({"format": 2, **saved}, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match="weight has values that are not finite"):
+        checkpoint.load(tmp_path / "old.pt")
+
+
+# Tests of the option resume=.
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resume(
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """Return a function that resumes a copy of a finished run with given overrides, but starts no
+    ranks.
+
+    The function returns (exit code, stderr, run folders in which train.py would start ranks).
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    for name in NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    started: list[str] = []
+
+    def run_job(config: object, folder: Path) -> int:
+        started.append(str(folder))
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
+
+    def run(*overrides: str) -> tuple[int, str, list[str]]:
+        before = everything(folder)
+        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
+        code = run_command(app)
+        out, err = capfd.readouterr()
+        if code == 2:
+            assert out == "" and len(err.splitlines()) == 1, err
+            assert everything(folder) == before, "expected a refused command to change no file"
+        logging.shutdown()
+        return code, err, started
+
+    return run
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
+)
+def test_resume_refuses_a_finished_run_without_changing_files(
+    resume: Any, overrides: tuple[str, ...]
+) -> None:
+    """The resumed run would train no steps, and would overwrite the throughput in result.json."""
+    code, message, started = resume(*overrides)
+    assert (code, started) == (2, [])
+    assert "this run is done" in message and "train.epochs" in message
+
+
+@pytest.mark.processes
+def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> None:
+    code, message, started = resume("train.epochs=3")
+    assert code == 0 and len(started) == 1, message
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        # Resuming with another train.accumulate must be refused, because a saved step would then
+        # stand for another number of images.
+        (
+            ("train.accumulate=2",),
+            "train.accumulate=2",
+        ),
+        (("optim=sgd",), "optim.opt="),
+        (("model.kwargs.depth=3",), "model.kwargs"),
+        (("data.batch_size=64",), "data.batch_size=64"),
+    ],
+)
+def test_resume_refuses_changed_training_keys_unless_resume_strict_is_false(
+    resume: Any, overrides: tuple[str, ...], key: str
+) -> None:
+    code, message, started = resume("train.epochs=3", *overrides)
+    assert (code, started) == (2, [])
+    assert message.startswith(f"train.py: {key}") and "resume_strict=false" in message
+    code, message, started = resume("train.epochs=3", *overrides, "resume_strict=false")
+    assert code == 0 and len(started) == 1, message

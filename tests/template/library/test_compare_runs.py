@@ -1,0 +1,143 @@
+"""Tests of scripts/compare_runs.py, which reports that two runs agree, differ from some step
+onward, or cannot be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.template.runs import ROOT
+from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
+from timm_parallel.lab.curves import compare_curves
+from timm_parallel.record.result import MetricsLog, Result, write_result
+
+pytestmark = pytest.mark.portable
+
+
+def run(folder: Path, losses: list[float], speed: float = 100.0, **result: Any) -> Path:
+    folder.mkdir()
+    log = MetricsLog(folder / "metrics.jsonl")
+    for step, loss in enumerate(losses, 1):
+        log.write(
+            step,
+            time=speed * step,
+            **{"train/loss": loss, "train/images_per_sec": speed, "memory/cpu_MiB": speed},
+        )
+    log.close()
+    write_result(
+        folder,
+        Result(**{"status": "done", "steps": len(losses), "val": {"samples": 270}, **result}),
+    )
+    return folder
+
+
+def test_compare_runs_compares_loss_but_not_time_speed_or_memory_metrics(tmp_path: Path) -> None:
+    (curve,) = compare_curves(
+        run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", [2.0, 1.0], speed=7.0), 0.0
+    )
+    assert (curve.name, curve.points, curve.largest, curve.differs_at) == (
+        "train/loss",
+        2,
+        0.0,
+        None,
+    )
+
+
+@pytest.mark.parametrize(("tolerance", "differs_at"), [(1e-2, None), (2e-3, 3), (1e-9, 2)])
+def test_compare_runs_names_the_first_step_beyond_the_tolerance(
+    tmp_path: Path, tolerance: float, differs_at: int | None
+) -> None:
+    (curve,) = compare_curves(
+        run(tmp_path / "a", [2.0, 1.0, 0.5]), run(tmp_path / "b", [2.0, 1.001, 0.503]), tolerance
+    )
+    assert curve.differs_at == differs_at
+    assert curve.largest == pytest.approx(0.003 / 0.503)
+
+
+def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> None:
+    (curve,) = compare_curves(
+        run(tmp_path / "a", [2.0, math.nan]), run(tmp_path / "b", [2.0, 1.0]), 1.0
+    )
+    assert curve.differs_at == 2
+    (both,) = compare_curves(
+        run(tmp_path / "c", [2.0, math.nan]), run(tmp_path / "d", [2.0, math.nan]), 0.0
+    )
+    assert both.differs_at is None
+
+
+@pytest.mark.parametrize("value", [math.nan, 1.0])
+def test_compare_runs_treats_a_step_that_only_one_run_logged_as_a_difference(
+    tmp_path: Path, value: float
+) -> None:
+    longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)
+    for one, other in ((longer, shorter), (shorter, longer)):
+        (curve,) = compare_curves(one, other, 1.0)
+        assert (curve.differs_at, curve.largest) == (2, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"losses": [2.0]}, "steps: 2"),
+        ({"losses": [2.0, 1.0], "batch_size": 32}, "batch_size"),
+        ({"losses": [2.0, 1.0], "data": {"all": "b", "train": "t"}}, r"data \(all\)"),
+        ({"losses": [2.0, 1.0], "val": {"samples": 10}}, "val samples"),
+    ],
+)
+def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
+    tmp_path: Path, other: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected) as refusal:
+        compare_curves(
+            run(tmp_path / "a", [2.0, 1.0], data={"all": "a"}), run(tmp_path / "b", **other), 1e-3
+        )
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("word", ["abc", "-1", "nan", "inf"])
+def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
+    parser = CommandLine(None)
+    parser.add_argument("--tolerance", type=number_argument())
+    with pytest.raises(ValueError, match=f"--tolerance: '{word}': expected a number >= 0"):
+        parser.parse_intermixed_args([f"tolerance={word}"])
+
+
+def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @errors_in_one_line
+    def main(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert main([]) == 130
+    assert capsys.readouterr().err == "test_compare_runs.py: stopped by SIGINT\n"
+
+
+@pytest.mark.processes
+def test_compare_runs_script_exits_0_when_equal_1_when_different_2_when_refused(
+    tmp_path: Path,
+) -> None:
+    a, b, c = (
+        run(tmp_path / name, losses)
+        for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.1]), ("c", [2.0]))
+    )
+    for other, code, expected in (
+        (a, 0, "agree"),
+        (b, 1, "differ from step 2 on: 1 and 1.1"),
+        (c, 2, ""),
+    ):
+        command = [sys.executable, "scripts/compare_runs.py", str(a), str(other)]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert expected in done.stdout
+        assert done.stderr.count("\n") == (code == 2)
+    assert json.loads((a / "result.json").read_text())["steps"] == 2

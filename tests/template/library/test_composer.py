@@ -1,0 +1,232 @@
+"""Tests of the Composer of sweeps. It must give the same configs as a full composition by Hydra,
+which is slower.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import HydraException
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from tests.template.runs import tiny
+from timm_parallel.config.compose import Command, compose_command
+from timm_parallel.config.explain import explain
+from timm_parallel.lab.sweep.composer import Composer
+from timm_parallel.lab.sweep.points import expand, make_point
+from timm_parallel.testing.configs import conf, parse
+
+# Overrides from which the tests draw. Of each group of alternatives, a drawn command line contains
+# at most one. The first groups select config files, and the others set values.
+CHOICES = (
+    (
+        "model=tiny",
+        "model=vit_tiny",
+        "~model",
+        "~model=resnet18",
+        "model=tinny",
+        "+model=tiny",
+        "model=[tiny,vit_tiny]",
+    ),
+    ("optim=sgd", "optim@optim=sgd", "++optim=sgd", "+optim@optim.kwargs=sgd"),
+    (
+        "experiment=digits_vit",
+        "experiment=cifar10_resnet18",
+        "+experiment=digits_vit",
+        "~experiment",
+    ),
+    (
+        "parallel=ddp",
+        "debug=fast",
+        "parallel={devices: 2}",
+        "+search=optuna",
+        "hydra.job.name=mine",
+    ),
+    (
+        "optim.lr=0.5",
+        "optim.lr='0.5'",
+        "optim.lr=abc",
+        "optim.lr=null",
+        "~optim.lr",
+        "optim.lr=${optim.weight_decay}",
+    ),
+    (
+        "optim={lr: 0.25}",
+        "+optim={lr: 0.25}",
+        "+optim={unknown: 1}",
+        "optim.unknown=1",
+        "+optim.unknown=1",
+        "~optim.opt",
+    ),
+    (
+        "+optim.kwargs.eps=1e-6",
+        "++optim.kwargs={a: {b: null}, c: [1, x]}",
+        "~optim.kwargs",
+        "optim.kwargs.eps=1",
+    ),
+    (
+        "model.name=resnet10t",
+        "model={name: resnet10t}",
+        "+model.kwargs.x=${oc.env:HOME}",
+        "model.kwargs=null",
+    ),
+    (
+        "data.batch_size=null",
+        "data.batch_size=32",
+        "data.batch_size=1.5",
+        "~data.batch_size",
+        "data@x.batch_size=1",
+    ),
+    (
+        "tags=[a,b]",
+        "tags=[]",
+        "tags=null",
+        "tags=[1,null]",
+        "+tags=[z]",
+        "tags.0=x",
+        "~tags",
+        "tags=a",
+    ),
+    (
+        "task_name=${model.name}",
+        "task_name='a b'",
+        "task_name=${hydra:job.num}",
+        "task_name=\\${x}",
+        "task_name=???",
+    ),
+    (
+        "seed=7",
+        "+seed=7",
+        "++seed=7",
+        "~seed=7",
+        "seed=${data.seed}",
+        "unknown=1",
+        "+unknown={a: 1}",
+        "data=null",
+    ),
+)
+
+
+@cache
+def command() -> Command:
+    return compose_command(parse("-m", "model=resnet18"))
+
+
+def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
+    """Compose one configuration of a sweep with the given Composer, or with Hydra if it is None.
+    Return the tree as YAML, its flags and the config, or the error message.
+    """
+    try:
+        if composer is None:
+            tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
+        else:
+            tree, merged = composer.compose(overrides)
+        point = make_point(tree, overrides, 3, merged)
+    except HydraException as error:
+        return explain(error, overrides)
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return (
+        OmegaConf.to_yaml(tree),
+        flags(tree),
+        vars(tree._metadata)["resolver_cache"],
+        point.config,
+        point.subdir,
+    )
+
+
+def flags(tree: DictConfig) -> list[Any]:
+    names = ("hydra", "optim", "model.kwargs", "tags")
+    parts = [tree, *(part for name in names if (part := OmegaConf.select(tree, name)) is not None)]
+    return [
+        (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
+        for part in parts
+    ]
+
+
+@st.composite
+def override_lists(draw: st.DrawFn) -> list[str]:
+    chosen = draw(st.lists(st.sampled_from(CHOICES), min_size=1, max_size=5, unique=True))
+    return draw(st.permutations([draw(st.sampled_from(alternatives)) for alternatives in chosen]))
+
+
+SHARED: list[Composer] = []
+
+
+@pytest.mark.nightly
+@given(override_lists())
+@example(["model=tiny", "optim.lr=0.5", "+optim.kwargs.eps=1e-6", "tags=[a,b]", "seed=7"])
+@example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
+@example(["optim={lr: 0.25}", "optim.lr=0.5"])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@pytest.mark.slow(seconds=4)
+def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
+    overrides: list[str],
+) -> None:
+    """Check that the Composer and Hydra give equal results. All examples share one Composer, so
+    that the check fails if one composition affects the next.
+    """
+    SHARED[:] = SHARED or [Composer(command())]
+    assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("alternative", [text for alternatives in CHOICES for text in alternatives])
+def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(
+    alternative: str,
+) -> None:
+    SHARED[:] = SHARED or [Composer(command())]
+    assert composed([alternative], command(), SHARED[0]) == composed([alternative], command(), None)
+
+
+@pytest.mark.parametrize(
+    "word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"]
+)
+def test_sweep_composer_matches_full_hydra_composition_without_schema_in_defaults(
+    tmp_path: Path, word: str
+) -> None:
+    main = "defaults: [_self_, {parallel: single}]\noptim: {lr: '0.1'}\nseed: 1\ntags: [1]\n"
+    folder = conf(
+        tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n"
+    )
+    command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
+    assert composed([word], command, Composer(command)) == composed([word], command, None)
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full: list[list[str]] = []
+    load = ConfigLoaderImpl.load_sweep_config
+
+    def counted(loader: Any, tree: DictConfig, overrides: list[str]) -> DictConfig:
+        full.append(overrides)
+        return load(loader, tree, overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
+    words = (
+        "optim.lr=1e-3,1e-4",
+        "model=tiny,vit_tiny",
+        "seed=1,2",
+        "parallel=single",
+        "+optim.kwargs.eps=1e-6",
+    )
+    _, points = expand(parse("-m", *words))
+    assert len(points) == 8
+    assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]
+
+
+def test_sweep_of_data_image_size_accepts_height_width_pairs_next_to_single_numbers() -> None:
+    words = tiny(
+        "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
+    )
+    _, points = expand(parse("-m", *words))
+    sizes = [vars(point.config.data)["image_size"] for point in points]
+    assert sizes == [[16, 24], [24, 16], 32]

@@ -1,0 +1,535 @@
+"""Tests of the choice of devices. GPUs are counted as torch counts them, `auto` chooses a suitable
+number, and unusable GPUs are reported.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import inspect
+import math
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
+
+from src.app import app
+from tests.template.runs import resolved
+from timm_parallel.config.compose import compose_command, device_counts
+from timm_parallel.config.resolve import notices, resolve
+from timm_parallel.entry import run_command
+from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.machine import hardware, nvidia
+from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=0.5"),
+            ("parallel.bucket_cap_mb=0.5", "compile"),
+        ),
+        (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
+    ],
+)
+def test_run_is_refused_for_mpi_backend_or_for_compile_with_small_ddp_buckets(
+    words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
+        resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
+    assert all(name in str(refusal.value) for name in named), refusal.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_parallel_batched_grad_copy_is_refused_when_the_installed_torch_lacks_the_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    has_it = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
+    assert (hardware.ddp_has("batched_grad_copy"), hardware.ddp_has("no_such_option")) == (
+        has_it,
+        False,
+    )
+    monkeypatch.setattr(hardware, "ddp_has", lambda option: False)
+    assert resolved("parallel=ddp").parallel.batched_grad_copy is None
+    with pytest.raises(ValueError, match=r"^parallel\.batched_grad_copy=true: "):
+        resolved("parallel=ddp", "parallel.batched_grad_copy=true")
+
+
+def test_compile_accepts_one_megabyte_ddp_buckets() -> None:
+    assert (
+        resolved(
+            "parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=1"
+        ).parallel.bucket_cap_mb
+        == 1
+    )
+
+
+def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    gpus = tuple(CudaDevice(index, "H", 80 * 2**30, f"GPU-{index}") for index in range(count))
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
+
+
+@cache
+def composed(*words: str) -> Config:
+    """Compose the config of train.py for some command-line arguments. The result is cached."""
+    return compose_command(get_args_parser().parse_args(list(words))).config
+
+
+# Dictionary from the number of GPUs of a machine to the number that a run with a batch of 64 images
+# uses.
+USED = {
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 4,
+    8: 8,
+}
+
+
+@pytest.mark.parametrize("count", range(9))
+@pytest.mark.parametrize(
+    "words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"]
+)
+def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
+    count: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_of(monkeypatch, count)
+    config = composed(*words)
+    parallel = resolve(config).parallel
+    used = USED[count] if count else min(2, hardware.cores()) if words else 1
+    assert parallel.devices == used
+    assert parallel.accelerator == ("cuda" if count else "cpu")
+    assert parallel.strategy == (
+        words[0].partition("=")[2] if words else "ddp" if used > 1 else "single"
+    )
+    start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size=64 "
+    lines = notices(config, resolve(config))
+    assert [line.startswith(start) for line in lines] == ([True] if count and used < count else [])
+
+
+@pytest.mark.parametrize("count", [0, 1, 6])
+def test_train_py_reports_unused_gpus_and_starts_the_run(
+    count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[ResolvedConfig] = []
+    machine_of(monkeypatch, count)
+
+    def run_job(config: ResolvedConfig, folder: Path) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
+    assert run_command(app) == 0
+    assert started[0].parallel.devices == {0: 1, 1: 1, 6: 4}[count]
+    assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize(("devices", "is_printed"), [(2, False), (8, True)])
+def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
+    strategy: str,
+    devices: int,
+    is_printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: 0)
+    words = [
+        f"parallel={strategy}",
+        f"parallel.devices={devices}",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert run_command(app) == 0
+    out, err = capsys.readouterr()
+    lines = [line for line in (out + err).splitlines() if line.startswith("parallel.devices=8: ")]
+    assert len(lines) == int(is_printed), lines
+    assert all("cores (2)" in line for line in lines)
+
+
+def test_core_count_notice_is_omitted_when_ranks_are_started_externally(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other nodes may have more cores than this one, and srun may let each task see only a part of
+    the cores.
+    """
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    config = composed("parallel=ddp")
+    assert notices(config, resolve(config, 8, 4), 8) == []
+
+
+def test_sweep_of_three_jobs_reports_unused_gpus_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_of(monkeypatch, 6)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"],
+    )
+    assert run_command(app) == 0
+    assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "used", "nearest"),
+    [
+        (96, 6, 6, None),
+        (61, 4, 1, "60, 64"),
+        (6, 8, 6, "8"),
+        (64, 7, 4, "63, 70"),
+        (66, 4, 3, "64, 68"),
+    ],
+)
+def test_auto_devices_is_the_largest_count_that_divides_the_batch(
+    batch: int, count: int, used: int, nearest: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_of(monkeypatch, count)
+    config = copy.deepcopy(composed())
+    config.data.batch_size = batch
+    parallel = resolve(config).parallel
+    assert (parallel.devices, parallel.strategy) == (used, "ddp" if used > 1 else "single")
+    lines = notices(config, resolve(config))
+    assert [line.endswith(f": {nearest}") for line in lines] == ([True] if nearest else [])
+
+
+def test_explicit_device_settings_are_not_adjusted_to_batch_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine_of(monkeypatch, 6)
+    assert (
+        resolved(
+            "parallel=ddp", "data.batch_size=null", "data.batch_size_per_device=10"
+        ).parallel.devices
+        == 6
+    )
+    with pytest.raises(ValueError, match=r"batch_size=32: .* 3 devices"):
+        resolved("parallel=ddp", "parallel.device_ids=[0,2,4]")
+    with pytest.raises(ValueError, match=r"batch_size=32: .* 5 devices"):
+        resolved("parallel=ddp", "parallel.devices=5")
+    with pytest.raises(ValueError, match="6 CUDA devices here, and dp "):
+        resolved("parallel=dp", "parallel.devices=8", "data.batch_size=64")
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "counts"),
+    [
+        (64, 0, None),
+        (64, 1, "1,2"),
+        (64, 3, "1,2"),
+        (64, 6, "1,2,4"),
+        (96, 6, "1,2,4,6"),
+        (64, 8, "1,2,4,8"),
+        (None, 6, "1,2,4,6"),
+    ],
+)
+def test_scaling_sweep_has_the_device_count_of_auto_as_its_largest_device_count(
+    batch: int | None, count: int, counts: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_of(monkeypatch, count)
+    resolved_counts = device_counts(OmegaConf.create({"data": {"batch_size": batch}}))
+    assert resolved_counts == (
+        counts or device_counts(OmegaConf.create({"data": {"batch_size": None}}))
+    )
+
+
+def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under dp, one process runs all replicas. torchrun with one rank must therefore not reduce the
+    number of replicas to one.
+    """
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    config = composed("parallel=dp", "parallel.devices=2")
+    assert (
+        resolve(config, 1, 1).parallel.threads_per_device
+        == resolve(config).parallel.threads_per_device
+        == 4
+    )
+    machine_of(monkeypatch, 1)
+    for ranks in ((), (1, 1)):
+        with pytest.raises(ValueError, match="1 CUDA device here, and dp "):
+            resolve(config, *ranks)
+
+
+class FakeDriver:
+    """Fake of the CUDA driver library. `devices` lists (name, memory in bytes, UUID of
+    16 bytes).
+    """
+
+    def __init__(self, devices: Any = (), init: int = 0, version: int = 13000) -> None:
+        self.devices, self.init, self.version = devices, init, version
+
+    def cuInit(self, flags: int) -> int:
+        return self.init
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self.version
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self.devices)
+        return 0 if self.devices else 100
+
+    def cuGetErrorString(self, number: int, text: Any) -> int:
+        texts = {3: b"initialization error", 100: b"no CUDA-capable device is detected"}
+        text._obj.value = {**texts, 804: b"forward compatibility was attempted"}[number]
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:
+        name.value = self.devices[device.value][0].encode()
+        return 0
+
+    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> int:
+        memory._obj.value = self.devices[device.value][1] or 0
+        return 0 if self.devices[device.value][1] else 801
+
+    def cuDeviceGetUuid_v2(self, number: Any, device: Any) -> int:
+        number._obj[:] = self.devices[device.value][2]
+        return 0
+
+
+MIXED = (
+    ("NVIDIA H100", 80 * 2**30, bytes(range(16))),
+    ("NVIDIA A100 MIG 1g.5gb", None, bytes(range(16, 32))),
+)
+
+
+def ask(
+    monkeypatch: pytest.MonkeyPatch,
+    driver: FakeDriver | None,
+    shown: bool = True,
+    visible: str | None = None,
+) -> Driver:
+    """Query a fake CUDA driver, as a torch that was built for CUDA 13 would do. If `driver` is
+    None, the driver library cannot be loaded.
+    """
+
+    def load() -> Any:
+        if driver is None:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        return driver
+
+    monkeypatch.setattr(nvidia, "_open_driver", load)
+    monkeypatch.setattr(nvidia, "nvidia_device_files", lambda: ["/dev/nvidia0"] if shown else [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return Driver.ask("13.0")
+
+
+def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = ask(monkeypatch, FakeDriver(MIXED))
+    assert driver.problem is None
+    assert driver.devices == (
+        CudaDevice(0, "NVIDIA H100", 80 * 2**30, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"),
+        CudaDevice(1, "NVIDIA A100 MIG 1g.5gb", None, "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fake", "visible", "reason"),
+    [
+        (None, None, "libcuda.so.1 cannot be loaded"),
+        (FakeDriver(init=100), None, "no CUDA-capable device is detected (100)"),
+        (FakeDriver(init=804), None, "forward compatibility was attempted (804)"),
+        (FakeDriver(init=3), None, "initialization error (3): this process was forked"),
+        (
+            FakeDriver(),
+            "0,0",
+            "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)",
+        ),
+        (
+            FakeDriver(MIXED, version=12040),
+            None,
+            "CUDA 12.4, but torch is built for 13.0; update",
+        ),
+    ],
+)
+def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
+    fake: FakeDriver | None, visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = ask(monkeypatch, fake, visible=visible)
+    assert driver.devices == () and driver.problem is not None and reason in driver.problem
+    monkeypatch.setattr(hardware, "cuda", lambda: driver)
+    lines = notices(composed(), resolve(composed()))
+    assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0]
+    with pytest.raises(ValueError, match="accelerator=cuda") as refusal:
+        resolve(composed("parallel.accelerator=cuda"))
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hip: Optional[str] = '6.4.43482'", "ROCm 6.4.43482"),
+        ("hip = None\nxpu: Optional[str] = '20250301'", "XPU 20250301"),
+    ],
+)
+def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
+    text: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\n{text}\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
+    for function in (hardware.other_gpus, hardware.torch_cuda):
+        function.cache_clear()
+    try:
+        assert (hardware.other_gpus(), hardware.torch_cuda()) == (kind, None)
+    finally:
+        monkeypatch.undo()
+        for function in (hardware.other_gpus, hardware.torch_cuda):
+            function.cache_clear()
+    machine_of(monkeypatch, 0)
+    monkeypatch.setattr(hardware, "other_gpus", lambda: kind)
+    [line] = notices(composed(), resolve(composed()))
+    assert line.startswith("parallel.accelerator=auto: ") and kind in line
+    assert (
+        notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu")))
+        == []
+    )
+
+
+def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert ask(monkeypatch, None, shown=False) == Driver()
+    for hidden in ("", "-1"):
+        assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
+
+
+def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:
+    assert nvidia.nvidia_device_files(tmp_path) == []
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia3"):
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert [Path(sign).name for sign in nvidia.nvidia_device_files(tmp_path)] == [
+        "nvidia3",
+        "0000:01:00.0",
+    ]
+
+
+LIBCUDA = r"""
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index + 40; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 41 ? "second" : "first", size); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t) device << 32; return 0; }
+int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
+"""  # noqa: E501
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler"
+)
+def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ctypes does not check calls against the signatures in cuda.h. The test therefore calls a C
+    library with the same signatures.
+    """
+    (tmp_path / "driver.c").write_text(LIBCUDA)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300
+    )
+    monkeypatch.setattr(nvidia, "_open_driver", lambda: ctypes.CDLL(str(library)))
+    assert Driver.ask("13.0").devices == (
+        CudaDevice(0, "first", 40 << 32, "GPU-28282828-2828-2828-2828-282828282828"),
+        CudaDevice(1, "second", 41 << 32, "GPU-29292929-2929-2929-2929-292929292929"),
+    )
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace NVML by a fake with two GPUs and a MIG slice. The GPUs have another order than in
+    CUDA, and the slice reports no utilization.
+    """
+    import pynvml
+
+    def utilisation(handle: str) -> Any:
+        if handle.startswith("MIG"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(gpu={"GPU-b": 80, "GPU-a": 20}[handle])
+
+    def refuse(*given: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in (
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ):
+        monkeypatch.setattr(pynvml, name, refuse)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", utilisation)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.65")
+    return pynvml
+
+
+@pytest.mark.usefixtures("nvml")
+def test_gpu_utilization_is_read_by_uuid_and_is_none_when_unsupported() -> None:
+    gpus = [Gpu(uuid) for uuid in ("GPU-b", "MIG-1", "GPU-a", None)]
+    assert [gpu.utilisation() for gpu in gpus] == [None] * 4
+    for gpu in gpus * 2:
+        gpu.sample()
+    assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
+
+
+def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(
+    nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def millijoules(handle: str) -> int:
+        if handle.startswith("MIG"):
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+        return 7_500
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", millijoules)
+    assert Gpu("GPU-b").joules() == 7.5
+    assert math.isnan(Gpu("MIG-1").joules()) and math.isnan(Gpu(None).joules())
+
+
+def test_gpu_utilization_is_read_when_another_nvml_query_fails(
+    nvml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NO_PERMISSION)
+
+    monkeypatch.setattr(nvml, "nvmlSystemGetDriverVersion", refuse)
+    assert nvidia.driver_version() is None
+    gpu = Gpu("GPU-a")
+    gpu.sample()
+    assert gpu.utilisation() == 0.2
+    # Pretend that the NVML library is missing.
+    monkeypatch.setattr(nvml, "nvmlInit", refuse)
+    gpu = Gpu("GPU-a")
+    gpu.sample()
+    assert gpu.utilisation() is None

@@ -1,0 +1,186 @@
+"""Tests of the diagnoses of scripts/doctor.py on simulated machines and on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.template.runs import ROOT
+from timm_parallel.lab.doctor import examine as examination
+from timm_parallel.lab.doctor.examine import (
+    GIB,
+    Finding,
+    MachineReport,
+    advice,
+    as_text,
+    findings_of,
+    probe,
+    strategies_to_try,
+    try_strategy,
+)
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.testing.commands import Train
+
+pytestmark = pytest.mark.portable
+
+GPU = {"name": "a GPU", "memory": 80 * GIB}
+
+
+def facts(gpus: int = 0, **changes: Any) -> MachineReport:
+    """Build the report of a machine without problems. `changes` replaces fields of the report."""
+    saying = {"version": "2.14.1", "timm": "1.0.31", "cuda": "13.0", "mps": False}
+    saying |= {"devices": gpus}
+    return MachineReport(
+        **{
+            "devices": [GPU] * gpus,
+            "visible": gpus,
+            "driver": "580.1" if gpus else None,
+            "driver_cuda": "13.0" if gpus else None,
+            "torch": saying,
+            "cores": 16,
+            "shm": 8 * GIB,
+            "disk": 100 * GIB,
+            **changes,
+        }
+    )
+
+
+def remedies(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.remedy for finding in findings if finding.remedy}
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_doctor_suggests_no_remedy_when_machine_has_no_problems(gpus: int) -> None:
+    assert remedies(findings_of(facts(gpus))) == {}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "tried"),
+    [
+        (0, 8, {"single": 1, "dp": 2, "ddp": 2, "fsdp": 2}),
+        (0, 1, {"single": 1}),
+        (1, 8, {"single": 1}),
+        (4, 8, {"single": 1, "dp": 4, "ddp": 4, "fsdp": 4}),
+    ],
+)
+def test_doctor_selects_the_strategies_and_device_counts_that_could_run(
+    gpus: int, cores: int, tried: dict[str, int]
+) -> None:
+    machine = facts(gpus, cores=cores)
+    assert strategies_to_try(machine) == tried
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "remedy", "stops"),
+    [
+        ({"torch": {"error": "ImportError: libcudart"}}, "torch", "--force-reinstall", True),
+        ({"can_write": False}, "disk", "paths.output_dir", True),
+        ({"disk": GIB}, "disk", "free space", False),
+        ({"shm": 2**26}, "/dev/shm", "--shm-size", False),
+    ],
+)
+def test_doctor_reports_broken_torch_disk_or_shared_memory_with_a_remedy(
+    changes: dict[str, Any], name: str, remedy: str, stops: bool
+) -> None:
+    machine = facts(0, **changes)
+    findings = findings_of(machine)
+    assert list(remedies(findings)) == [name]
+    assert remedy in remedies(findings)[name]
+    assert any(finding.stops for finding in findings) is stops
+    assert (strategies_to_try(machine) == {}) is stops
+    assert ("Training cannot start" in as_text(machine, findings)) is stops
+
+
+@pytest.mark.parametrize(
+    ("visible", "remedy"), [(2, "built for CUDA 12.8 or older"), (0, "CUDA_VISIBLE_DEVICES")]
+)
+def test_doctor_suggests_remedy_when_torch_sees_no_gpu(visible: int, remedy: str) -> None:
+    machine = facts(2, driver_cuda="12.8", visible=visible)
+    machine.torch["devices"] = 0
+    assert remedy in remedies(findings_of(machine))["GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "failed", "shm", "command"),
+    [
+        (4, (), 8 * GIB, "parallel=ddp parallel.devices=4"),
+        (4, ("ddp",), 8 * GIB, "parallel=single parallel.devices=1"),
+        (1, (), 8 * GIB, "parallel=single parallel.devices=1"),
+        (0, (), None, "parallel=single parallel.devices=1"),
+        (0, (), 2**26, "parallel=single parallel.devices=1 data.workers=0"),
+    ],
+)
+def test_doctor_report_ends_with_training_command(
+    gpus: int, failed: tuple[str, ...], shm: int | None, command: str
+) -> None:
+    machine = facts(gpus, shm=shm)
+    machine.tries = {
+        name: "rank 1 was killed" if name in failed else "" for name in ("single", "dp", "ddp")
+    }
+    findings = findings_of(machine)
+    assert advice(machine) == f"python train.py {command}"
+    assert as_text(machine, findings).endswith(f"Start with:  python train.py {command}")
+    assert set(failed) <= set(remedies(findings))
+
+
+def test_doctor_reports_that_training_cannot_start_when_single_fails() -> None:
+    machine = facts(0, tries={"single": "Failed: rank 0: …"})
+    assert any(finding.stops for finding in findings_of(machine))
+
+
+@pytest.mark.parametrize(
+    "reason", ["rank 0: RuntimeError: no kernel", None], ids=["failed", "refused"]
+)
+def test_doctor_trial_run_returns_the_failure_reason_or_the_last_line_of_output(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if reason is not None:
+            [folder] = [
+                word.partition("=")[2] for word in command if word.startswith("hydra.run.dir=")
+            ]
+            Path(folder).mkdir()
+            write_result(Path(folder), Result("failed", reason))
+        return subprocess.CompletedProcess(command, 1, "", "something else\nthe last line\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert try_strategy("ddp", 2) == (reason or "the last line")
+
+
+def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
+    assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=8)
+@pytest.mark.processes
+def test_doctor_trains_with_single_and_prints_a_training_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examination, "strategies_to_try", lambda facts: {"single": 1})
+    assert examination.examine(as_json=True) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["can_train"] and findings["facts"]["tries"] == {"single": ""}
+    assert findings["command"].startswith("python train.py parallel=single")
+
+
+@pytest.mark.slow(seconds=25)
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
+    done = train.start_command(
+        [sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600
+    ).finish()
+    assert done.returncode == 0, done.output
+    findings = json.loads(done.stdout)
+    assert findings["can_train"]
+    assert findings["command"].startswith("python train.py parallel=")
+    assert "single" in findings["facts"]["tries"] and "error" not in findings["facts"]["torch"]
+    assert {field.name for field in dataclasses.fields(MachineReport)} == set(findings["facts"])
+    assert (ROOT / "scripts" / "doctor.py").exists()

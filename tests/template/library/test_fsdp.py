@@ -1,0 +1,469 @@
+"""Tests of parallel=fsdp, which cover the sharded blocks, the memory per rank, training,
+checkpoints, evaluation and communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_leaves
+
+from src.schema import OPTIMIZERS_OF_PARTS
+from src.train.build import build_run
+from src.train.run import train
+from tests.template.runs import resolved, start_run
+from timm_parallel.batch import Batch
+from timm_parallel.data.samplers import EvalSampler
+from timm_parallel.parallel.blocks import blocks_of, vector_layers
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.task import Task
+from timm_parallel.testing.ranks import in_ranks
+
+SETTINGS = (
+    "model=tiny",
+    "data.batch_size=24",
+    "data.limit_train=48",
+    "train.log_every=1",
+    "optim.warmup_epochs=0",
+)
+
+
+def fsdp(devices: int, *overrides: str) -> Any:
+    return resolved(*SETTINGS, "parallel=fsdp", f"parallel.devices={devices}", *overrides)
+
+
+def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
+    """Build a run under fsdp, or under single if `store` is None. `name` must differ between runs
+    of one process, because it is the prefix of their keys in the store.
+    """
+    if store is None:
+        config = resolved(*SETTINGS, "parallel=single", *overrides)
+        return build_run(config, build_strategy(config.parallel, ranks, None))
+    config = fsdp(ranks.world_size, *overrides)
+    return build_run(
+        config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
+    )
+
+
+def backward(parts: RunParts) -> None:
+    """Compute the gradients of the first training batch of this rank."""
+    losses, _ = parts.state.phases[0].wrapped(next(parts.train_loader.epoch(0)))
+    losses.mean().backward()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Tests of the blocks that fsdp shards.
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("vit_tiny_patch16_224", "Block", 12),
+        ("resnet18", "BasicBlock", 8),
+        ("convnext_atto", "ConvNeXtBlock", 12),
+        ("swin_tiny_patch4_window7_224", "SwinTransformerBlock", 12),
+        ("mixer_s32_224", "MixerBlock", 8),
+    ],
+)
+def test_fsdp_shards_the_repeated_blocks_of_a_timm_model(name: str, kind: str, count: int) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    blocks = blocks_of(model)
+    assert [type(block).__name__ for block in blocks].count(kind) == count
+    assert {type(block).__name__ for block in blocks} <= {kind, "PatchMerging"}
+
+
+class Own(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+        if tied:
+            self.layers[0].linear1 = self.layers[1].linear1
+
+
+def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
+    model = Own()
+    assert blocks_of(model) == list(model.layers)
+
+
+def test_fsdp_shards_the_modules_that_the_shard_blocks_method_of_a_custom_model_returns() -> None:
+    class Named(Own):
+        def shard_blocks(self) -> list[nn.Module]:
+            return [self.layers[1]]
+
+    model = Named()
+    assert blocks_of(model) == [model.layers[1]]
+
+
+def test_fsdp_does_not_select_blocks_with_tied_weights_for_sharding() -> None:
+    model = Own(tied=True)
+    assert blocks_of(model) == [model.layers[2]]
+
+
+def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = timm.create_model("vit_tiny_patch16_224", depth=3)
+
+    assert len(blocks_of(Wrapped())) == 3
+
+
+def test_vector_layers_returns_the_layer_norm_and_layer_scale_modules_of_a_vit() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
+    assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
+
+
+# Tests of the part of the model that each rank holds.
+
+
+def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
+    """Train one step under fsdp. Return a dictionary from weights, gradients, optimizer and ema to
+    (number of elements on this rank, number on all ranks). All ranks must call this function.
+    """
+    parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
+    state = parts.state
+    backward(parts)
+    gradients = [parameter.grad for parameter in state.model.parameters()]
+    optimizer = state.phases[0].optimizer
+    optimizer.step()
+    assert state.ema is not None
+    held: dict[str, list[Any]] = {
+        "weights": list(state.model.parameters()),
+        "gradients": gradients,
+        "optimizer": [s["exp_avg"] for s in optimizer.state.values()],
+        "ema": list(state.ema.parameters()),
+    }
+    sizes = {
+        name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
+        for name, ts in held.items()
+    }
+    parts.strategy.close()
+    return sizes
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema() -> None:
+    of_ranks = in_ranks(sizes_of_parts, 3)
+    for name in of_ranks[0]:
+        total = of_ranks[0][name][1]
+        assert sum(sizes[name][0] for sizes in of_ranks) == total, name
+        # fsdp splits tensors only between rows, so rank 0 holds slightly more than a third.
+        assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
+
+
+class Squares(Task[Any]):
+    """Task that only has losses, of a model and of a network that it does not train."""
+
+    def __init__(self) -> None:
+        pass
+
+    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = networks.model(batch.image) + networks.teacher(batch.image)
+        return (outputs - batch.target).square().mean(1), {}
+
+
+def gradient_of_two_networks(ranks: Any, store: Any) -> tuple[list[bool], list[float]]:
+    """Return whether the parameters of two networks are sharded, and the gradient of one."""
+    strategy = build_strategy(fsdp(ranks.world_size).parallel, ranks, store)
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+    networks = Networks({"model": model, "teacher": teacher})
+    strategy.shard(networks, None)
+    targets = torch.full((4, 2), float(ranks.rank))
+    batch = Batch({"image": torch.ones(4, 3), "target": targets})
+    losses, _ = strategy.wrap(PhaseStep(Squares(), networks, "train"))(batch)
+    losses.mean().backward()
+    assert model.bias.grad is not None
+    whole = strategy.whole(model.bias.grad).tolist()
+    strategy.close()
+    return [isinstance(of.weight, DTensor) for of in (model, teacher)], whole
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=2)
+def test_fsdp_shards_each_network_of_a_task_and_averages_gradients() -> None:
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+    outputs = model(torch.ones(8, 3)) + teacher(torch.ones(8, 3)).detach()
+    (outputs - torch.arange(2.0).repeat_interleave(4)[:, None]).square().mean().backward()
+    assert model.bias.grad is not None
+    expected = pytest.approx(model.bias.grad.tolist())
+    assert in_ranks(gradient_of_two_networks, 2) == [([True, True], expected)] * 2
+
+
+def contents_of_checkpoint(ranks: Any, store: Any) -> int:
+    """Build the contents of a checkpoint, and return the number of their tensor elements on this
+    rank. All ranks must call this function.
+    """
+    parts = built(ranks, store, "contents", "model.ema.decay=0.9")
+    backward(parts)
+    parts.state.phases[0].optimizer.step()
+    saved = saving.snapshot(parts.state, parts.strategy)
+    tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
+    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
+    parts.strategy.close()
+    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
+    first, second = in_ranks(contents_of_checkpoint, 2)
+    assert second == 0
+    # The checkpoint must contain the weights, their moving average and two moments of AdamW for
+    # each parameter.
+    model = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs)
+    assert first > 4 * sum(p.numel() for p in model.get_submodule("blocks").parameters())
+
+
+# Tests of training under fsdp.
+# --------------------------------------------------------------------------------------------------
+
+
+def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
+    """Train three steps with each optimizer, and save and restore the state of the optimizer after
+    the second step. Return a dictionary from optimizer to weights. All ranks must call this
+    function.
+    """
+    weights = {}
+    for name in OPTIMIZERS_OF_PARTS:
+        parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
+        state, draw = parts.state, torch.Generator().manual_seed(0)
+        for step in range(3):
+            # Use random gradients instead of those of a loss. Some optimizers amplify rounding
+            # errors of gradients near zero.
+            for parameter in state.model.parameters():
+                parameter.grad = parts.strategy.part(
+                    torch.randn(parameter.shape, generator=draw), parameter
+                )
+            nn.utils.clip_grad_norm_(state.model.parameters(), 1)
+            state.phases[0].optimizer.step()
+            state.phases[0].optimizer.zero_grad()
+            if step == 1:
+                saved = parts.strategy.group.share_state(saving.snapshot(state, parts.strategy))
+                restoring.restore(state, parts.strategy, saved)
+        whole = [
+            parts.strategy.whole(parameter.detach()).flatten()
+            for parameter in state.model.parameters()
+        ]
+        weights[name] = torch.cat(whole).numpy()
+        parts.strategy.close()
+    return weights
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=20)
+@pytest.mark.processes
+def test_each_permitted_optimizer_updates_fsdp_shards_like_whole_tensors() -> None:
+    [whole] = in_ranks(_without_store, 1)
+    of_ranks = in_ranks(three_steps_of_each_optimizer, 2)
+    for name, expected in whole.items():
+        for ours in (rank[name] for rank in of_ranks):
+            assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < 1e-5, name
+
+
+def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
+    return three_steps_of_each_optimizer(ranks, None)
+
+
+def collectives_of_a_step(ranks: Any, store: Any, precision: str) -> list[dict[str, int]]:
+    """Count the collectives of an optimizer step with one batch, and of a step with three
+    accumulated batches. All ranks must call this function.
+    """
+    counts = []
+    for batches in (1, 3):
+        parts = built(ranks, store, str(batches), f"train.precision={precision}")
+        # Do not count the first step, because it also initializes fsdp.
+        backward(parts)
+        with CommDebugMode() as communication:
+            for _ in range(batches - 1):
+                with parts.strategy.skip_sync(parts.state.phases[0].wrapped):
+                    backward(parts)
+            backward(parts)
+        counts.append({str(op): number for op, number in communication.get_comm_counts().items()})
+        parts.strategy.close()
+    return counts
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_step_has_three_collectives_per_block_also_when_batches_are_accumulated(
+    precision: str,
+) -> None:
+    for one, three in in_ranks(collectives_of_a_step, 2, precision):
+        scattered = next(name for name in one if "reduce_scatter" in name)
+        gathered = next(name for name in one if "allgather" in name or "all_gather" in name)
+        # The model has two blocks, which are gathered again for the backward pass, and other
+        # parameters, which stay gathered. Norms must not have collectives of their own.
+        assert one[gathered] == 5
+        assert one[scattered] == three[scattered] == 3
+        assert three[gathered] == 3 * one[gathered]
+
+
+def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
+    """Train one epoch under fsdp, or under single if there is one rank. Return the loss, and a
+    dictionary from the type of a layer inside of a block to the data type of its weight in the
+    forward pass. All ranks must call this function.
+    """
+    strategy, devices = ("fsdp", ranks.world_size) if ranks.world_size > 1 else ("single", 1)
+    config = resolved(
+        *SETTINGS,
+        f"parallel={strategy}",
+        f"parallel.devices={devices}",
+        "train.epochs=1",
+        *overrides,
+    )
+    Path(folder).mkdir(exist_ok=True)
+    run = start_run(config, Path(folder), ranks, store if ranks.world_size > 1 else None)
+    seen = {}
+    for module in (m for block in blocks_of(run.parts.state.model) for m in block.modules()):
+        if isinstance(module, nn.Linear | nn.LayerNorm | nn.BatchNorm2d | nn.Conv2d):
+
+            def see(module: Any, inputs: Any, kind: str = type(module).__name__) -> None:
+                seen[kind] = str(module.weight.dtype)
+
+            module.register_forward_pre_hook(see)
+    with run.training() as training:
+        train(training)
+    return {"seen": seen, "loss": run.parts.progress.epoch_means["loss"]}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.precision=bf16",),
+        pytest.param(
+            ("train.precision=fp16", "optim.clip_grad=1"), marks=pytest.mark.slow(seconds=3)
+        ),
+        pytest.param(
+            ("train.precision=bf16", "model=resnet18", "model.name=resnet10t"),
+            marks=pytest.mark.slow(seconds=3),
+        ),
+    ],
+    ids=["bf16", "fp16", "bf16_with_batchnorm"],
+)
+@pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
+def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    of_ranks = in_ranks(trained, 2, str(tmp_path), *overrides)
+    low = "torch.float16" if "train.precision=fp16" in overrides else "torch.bfloat16"
+    for kind, dtype in of_ranks[0]["seen"].items():
+        assert dtype == ("torch.float32" if "Norm" in kind else low), kind
+    if "resnet10t" in str(overrides):
+        # Do not compare losses with one device if the model has BatchNorm, because each rank has
+        # statistics of a part of the batch.
+        return
+    (tmp_path / "alone").mkdir()
+    [alone] = in_ranks(trained, 1, str(tmp_path / "alone"), *overrides)
+    assert of_ranks[0]["loss"] == pytest.approx(alone["loss"], rel=5e-3)
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.freeze=backbone",),
+        ("model.freeze=1",),
+        ("model.grad_checkpointing=true",),
+        ("model.channels_last=true",),
+    ],
+)
+@pytest.mark.sample(4)
+def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    of_ranks = in_ranks(trained, 2, str(tmp_path), *overrides)
+    (tmp_path / "alone").mkdir()
+    [alone] = in_ranks(trained, 1, str(tmp_path / "alone"), *overrides)
+    assert of_ranks[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    ours, theirs = (
+        checkpoint.load(at / "checkpoints/last.pt")["model"]
+        for at in (tmp_path, tmp_path / "alone")
+    )
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=1e-4, atol=1e-5), name
+
+
+# Tests of evaluation under fsdp.
+# --------------------------------------------------------------------------------------------------
+
+
+def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
+    """Evaluate 25 images in batches of 8 per rank. With 3 ranks, one rank has a batch more than the
+    others. All ranks must call this function.
+    """
+    parts = built(ranks, store, f"evaluation{stops}")
+    loader = parts.eval_loaders["val"]
+    assert isinstance(loader.sampler, EvalSampler)
+    loader.sampler.indices = loader.sampler.indices[
+        : {0: 9, 1: 8, 2: 0}[ranks.rank] if store is not None else 540
+    ]
+    networks = evaluation_networks(parts.state.evaluated(), parts.config, parts.strategy)
+    assert isinstance(networks, LockstepNetworks)
+    calls = itertools.count()
+    actual = evaluate(
+        networks,
+        loader,
+        parts.task,
+        parts.strategy.group,
+        should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
+    )
+    assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), (
+        "still gathered"
+    )
+    # Check that a training step still works after the evaluation.
+    parts.state.phases[0].wrapped.train()
+    backward(parts)
+    parts.strategy.close()
+    return None if actual is None else [actual.samples, actual.numbers["loss"]]
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
+    of_ranks = in_ranks(_evaluated_without_count, 3, False)
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert of_ranks[0] is not None and of_ranks[0][0] == 17
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> None:
+    assert in_ranks(_evaluated_without_count, 3, True) == [None] * 3
+
+
+def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
+    from timm_parallel.runtime import evaluation
+
+    # Replace the check of the number of samples. This test gives the ranks other samples than the
+    # sampler would, and the check would fail.
+    evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
+    return evaluated(ranks, store, stops)

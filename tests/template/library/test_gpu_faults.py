@@ -1,0 +1,90 @@
+"""Tests of faults while a GPU is used. The error names the rank, the GPU becomes free again, and a
+sweep continues.
+
+The tests run on a CPU too, because CI has no GPU. promises/test_faults.py and promises/test_ends.py
+test more faults there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.template.runs import ROOT
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.gpu import EACH_ACCELERATOR
+
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+each_accelerator = pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+
+
+def overrides(accelerator: str) -> list[str]:
+    """Return the overrides of a run with two ranks on one device."""
+    shared = [
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.backend=gloo",
+        f"parallel.accelerator={accelerator}",
+    ]
+    return [
+        *shared,
+        "data=synthetic",
+        "data.kwargs.num_samples=192",
+        "train.epochs=2",
+        "parallel.timeout=4",
+    ]
+
+
+def fault_environment(kind: str, mark: Path) -> dict[str, str]:
+    """Build environment variables that inject a fault into rank 1, in the forward pass
+    of step 7.
+    """
+    path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
+
+
+@each_accelerator
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
+    ids=["killed", "stopped"],
+)
+def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
+    train: Train, accelerator: str, kind: str, message: str
+) -> None:
+    done = train(*overrides(accelerator), environment=fault_environment(kind, train.base / "mark"))
+    assert done.returncode == 1 and message in done.stderr, done.output
+
+
+@each_accelerator
+def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
+    train: Train, accelerator: str
+) -> None:
+    sweep = train.base / "sweep"
+    environment = fault_environment("no_memory", train.base / "mark")
+    done = train(
+        "-m",
+        *overrides(accelerator),
+        "parallel.devices=2,1",
+        f"hydra.sweep.dir={sweep}",
+        environment=environment,
+    )
+    assert done.returncode == 1, done.output
+    jobs = json.loads((sweep / "jobs.json").read_text(encoding="utf-8"))["jobs"]
+    assert sorted(job["status"] for job in jobs) == ["done", "out_of_memory"], done.output
+
+
+@each_accelerator
+def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(
+    train: Train, accelerator: str
+) -> None:
+    running = train.start(*overrides(accelerator), "train.epochs=500", "train.log_every=1")
+    running.wait_for_steps()
+    done = running.signal(signal.SIGTERM)
+    assert done.returncode == 143 and done.seconds < 15, done.output
+    assert (done.folder / "checkpoints" / "last.pt").exists()

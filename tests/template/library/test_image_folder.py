@@ -1,0 +1,394 @@
+"""Tests of image folders. A folder with another layout is refused before a run starts, and the
+error names the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import evaluate
+from src.app import app
+from src.schema import Config, DataConfig
+from tests.template.runs import run_warm
+from timm_parallel.checked_configs import check_config
+from timm_parallel.data.build import check_data
+from timm_parallel.data.decode import Files
+from timm_parallel.data.folder import FolderDataset, class_folders
+from timm_parallel.entry import run_command
+from timm_parallel.record.result import read_result
+
+
+def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
+    """Write images into `<root>/<split>/<class>/`, and return the root folder. `counts` maps split
+    and class to the number of images. Each class has one color, and JPEG and PNG files alternate.
+    """
+    draw = np.random.default_rng(0)
+    for split, classes in counts.items():
+        for label, (name, count) in enumerate(classes.items()):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 60, (20 + number % 5, 24, 3), dtype=np.uint8)
+                pixels[..., label % 3] += 150
+                Image.fromarray(pixels).save(
+                    root / split / name / f"{number}.{('jpg', 'png')[number % 2]}"
+                )
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> None:
+    classes = {"café": 21, "dog": 13, "owl": 17}
+    root = image_folder(
+        tmp_path / "images",
+        {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}},
+    )
+    overrides = (
+        "data=folder",
+        f"data.root={root}",
+        "data.image_size=16",
+        "data.batch_size=16",
+        "data.limit_train=null",
+    )
+    more = ("parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
+    result = read_result(run_warm(tmp_path / "run", *overrides, *more))
+    assert result.val["samples"] == 7
+    assert result.test["samples"] == 5
+    assert result.samples_seen == 4 * 48
+    assert result.dropped_per_epoch == 51 - 48
+    assert result.val["acc_best"] == 1.0, (
+        "expected high accuracy, because the color determines the class"
+    )
+    assert result.skipped == {}
+
+
+GOOD = {"a": 1, "b": 1}
+BAD: dict[str, tuple[dict[str, dict[str, int]], str]] = {
+    "no_train": ({"val": GOOD}, "no folder"),
+    "no_val": ({"train": GOOD}, "no folder"),
+    "no_classes": ({"train": {}, "val": {}}, "no class folders"),
+    "one_class": ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
+    "an_empty_class": ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
+    "an_empty_class_in_val": ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
+    "another_class_in_val": (
+        {"train": GOOD, "val": {"a": 1, "c": 1}},
+        "train/ does not have 1 of the 2 classes",
+    ),
+    "another_class_in_test": (
+        {"train": GOOD, "val": GOOD, "test": {"z": 1}},
+        "/test: z; it has a, b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_image_folder_with_missing_splits_or_classes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    counts, message = BAD[name]
+    for split in counts:
+        (tmp_path / "images" / split).mkdir(parents=True)
+    root = image_folder(tmp_path / "images", counts)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["train.py", "data=folder", f"data.root={root}"])
+    assert run_command(app) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"train.py: data.root={root}") and message in lines[0]
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "fraction", "fixes"),
+    [
+        ("train valid", 0.2, ["rename valid/ to val/", "data.val_fraction=null"]),
+        (
+            "Training VALIDATION testing",
+            0.2,
+            ["rename VALIDATION/ to val/", "rename Training/ to train/"],
+        ),
+        ("train val", 0.2, ["data.val_fraction=null"]),
+        ("train test", 0.2, ["data.root={root}/train"]),
+        ("train", 0.2, ["data.root={root}/train"]),
+        ("train valid", None, ["rename valid/ to val/"]),
+        ("Train val", None, ["rename Train/ to train/"]),
+        ("train test", None, ["data.root={root}/train", "data.val_fraction=0.2"]),
+        (
+            "train/train train/valid val/train",
+            None,
+            ["rename valid/ to val/", "data.root={root}/train"],
+        ),
+    ],
+)
+def test_error_for_split_folders_among_class_folders_names_the_fix(
+    tmp_path: Path, layout: str, fraction: float | None, fixes: list[str]
+) -> None:
+    image_folder(tmp_path, dict.fromkeys(layout.split(), GOOD))
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        check_data(
+            Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=fraction))
+        )
+    message = str(refusal.value)
+    assert message.startswith(f"data.root={tmp_path}: ")
+    assert all(fix.format(root=tmp_path) in message for fix in fixes)
+    # The error must not suggest data.root itself as the folder of the classes, because its
+    # subfolders are splits.
+    assert f"{tmp_path}/<class>/ with" not in message
+
+
+def test_class_folder_named_train_is_accepted_when_the_folder_contains_no_subfolders(
+    tmp_path: Path,
+) -> None:
+    image_folder(tmp_path, {"car": {"": 6}, "Train": {"": 6}})
+    check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
+
+
+def test_error_for_an_empty_class_folder_names_data_root_and_the_class(tmp_path: Path) -> None:
+    image_folder(tmp_path, {"cat": {"": 2}})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty") as refusal:
+        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
+    assert str(refusal.value).startswith(f"data.root={tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=folder", "data.root={root}/parts", "data.batch_size=9"), "data.batch_size=9: "),
+        (("data=folder", "data.root={root}/parts", "data.batch_size=8"), None),
+        (
+            ("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"),
+            "train.accumulate=3: ",
+        ),
+        (
+            (
+                "data=folder",
+                "data.root={root}/parts/train",
+                "data.val_fraction=0.2",
+                "data.batch_size=9",
+            ),
+            "data.batch_size=9: ",
+        ),
+        (("data=csv", "data.root={root}", "data.batch_size=3"), "data.batch_size=3: "),
+        (("data=csv", "data.root={root}", "data.batch_size=2"), None),
+        (("data=digits", "data.batch_size=1258"), "data.batch_size=1258: "),
+        (("data=digits", "data.batch_size=16", "data.limit_train=8"), "data.batch_size=16: "),
+        (
+            (
+                "data.batch_size=null",
+                "data.batch_size_per_device=700",
+                "parallel=ddp",
+                "parallel.devices=2",
+            ),
+            "data.batch_size=1400: ",
+        ),
+    ],
+)
+def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    key: str | None,
+) -> None:
+    image_folder(tmp_path / "parts", {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
+    rows = [
+        f"parts/train/{name}/{number}.jpg,{name},{split}"
+        for name in "ab"
+        for number, split in ((0, ""), (2, "val"))
+    ]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
+    started: list[bool] = []
+
+    def run_job(*_: object) -> int:
+        started.append(True)
+        return 0
+
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
+    command = [word.format(root=tmp_path) for word in words]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "train.py",
+            "model=tiny",
+            "parallel=single",
+            f"hydra.run.dir={tmp_path / 'run'}",
+            *command,
+        ],
+    )
+    assert run_command(app) == (2 if key else 0)
+    assert bool(started) == (key is None)
+    assert (tmp_path / "run").exists() == (key is None)
+    if key is not None:
+        assert capsys.readouterr().err.startswith(f"train.py: {key}")
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_in_memory_dataset_refuses_data_root(name: str) -> None:
+    config = Config(data=DataConfig(name=name, root="/data/shapes"))
+    with pytest.raises(
+        ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"
+    ):
+        check_config(config)
+
+
+def test_custom_dataset_may_use_data_root() -> None:
+    check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))
+
+
+HIDDEN = (".ipynb_checkpoints", ".Trash-501/files", "@eaDir/0.jpg", "__MACOSX", "#recycle")
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_image_folder_skips_hidden_and_system_folders_and_counts_them(
+    tmp_path: Path, hidden: str
+) -> None:
+    counts = {"train": {"cat": 3, "dog": 3}, "val": {"cat": 1, "dog": 1}}
+    root = image_folder(tmp_path / "images", counts)
+    # One copy is below a class, and one next to the classes.
+    for parent in (root / "train" / "cat", root / "train"):
+        (parent / hidden).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(parent / hidden / "copy.png")
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert dataset.target_names == ["cat", "dog"]
+    assert len(dataset.train) == 6
+    assert dataset.left_out == {f"folder {hidden.partition('/')[0]}": 2}
+
+
+def test_image_folder_below_a_hidden_folder_is_read(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / ".cache" / "images", {"train": GOOD, "val": GOOD})
+    assert len(FolderDataset(DataConfig(name="folder", root=str(root))).train) == 2
+
+
+def test_image_folder_reads_further_suffixes_and_counts_the_other_files(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"cat": 1, "dog": 1}, "val": {"cat": 1, "dog": 1}})
+    for name in ("b.JFIF", "c.jpe", "d.avif", "e.apng", "f.pnm"):
+        form = {"d.avif": "AVIF", "e.apng": "PNG", "f.pnm": "PPM"}.get(name, "JPEG")
+        Image.new("RGB", (8, 8)).save(root / "train" / "cat" / name, form)
+    for name in ("g.HEIC", "h.heic", "i.jp2", "without", "Thumbs.db", ".hidden"):
+        (root / "train" / "dog" / name).write_bytes(b"data")
+    (root / "train" / "dog" / "more").symlink_to(tmp_path / "gone")
+    Image.new("RGB", (8, 8)).save(root / "train" / "loose.png")
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert len(dataset.train) == 7
+    assert all(dataset.train[index][0].shape[0] == 3 for index in range(7))
+    assert dataset.left_out == {
+        **{".heic": 2, ".jp2": 1, "no suffix": 1, ".db": 1, "broken link": 1},
+        "image outside of a class folder": 1,
+    }
+    (note,) = dataset.notes("label")
+    assert ".heic (2)" in note
+
+
+def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
+    """With data.val_fraction, the only image of a rare class may be in the val split."""
+    root = image_folder(tmp_path, {"cat": {"": 9}, "dog": {"": 9}, "rare": {"": 1}})
+    for number in range(40):
+        (root / "rare" / "0.jpg").rename(root / "rare" / f"{number}.jpg")
+        config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
+        dataset = FolderDataset(config)
+        notes = dataset.notes("label")
+        assert isinstance(dataset.train, Files)
+        if len(dataset.train) == 0 or 2 not in {label for _, label in dataset.train.files}:
+            break
+        assert notes == []
+        (root / "rare" / f"{number}.jpg").rename(root / "rare" / "0.jpg")
+    assert len(notes) == 1 and "rare" in notes[0]
+
+
+def test_notes_name_classes_that_probably_mean_the_same(tmp_path: Path) -> None:
+    root = image_folder(
+        tmp_path, {split: {"Oak": 2, "oak ": 2, "elm": 2} for split in ("train", "val")}
+    )
+    notes = FolderDataset(DataConfig(name="folder", root=str(root))).notes("label")
+    assert len(notes) == 1 and "'Oak' and 'oak '" in notes[0]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_class_folder_that_is_a_broken_link_is_refused(tmp_path: Path, split: str) -> None:
+    root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})
+    (root / split / ".hidden").symlink_to(tmp_path / "gone")
+    check_data(Config(data=DataConfig(name="folder", root=str(root))))
+    (root / split / "zebra").symlink_to(tmp_path / "not_mounted" / "zebra")
+    with pytest.raises(ValueError, match=r"zebra.*not_mounted"):
+        check_data(Config(data=DataConfig(name="folder", root=str(root))))
+
+
+def test_notes_name_a_folder_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = image_folder(tmp_path, {"train": GOOD, "val": GOOD})
+    (root / "train" / "a" / "closed").mkdir()
+    scan = os.scandir
+
+    # The superuser may list every folder, so the test replaces the function that lists it.
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
+    assert dataset.left_out == {f"unreadable folder {root / 'train' / 'a' / 'closed'}": 1}
+
+
+@pytest.mark.parametrize(("in_train", "in_val"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
+    tmp_path: Path, in_train: Literal["NFC", "NFD"], in_val: Literal["NFC", "NFD"]
+) -> None:
+    counts = {
+        "train": {unicodedata.normalize(in_train, "Ätna"): 3, "Vesuv": 2},
+        "val": {unicodedata.normalize(in_val, "Ätna"): 3, "Vesuv": 2},
+    }
+    root = image_folder(tmp_path, counts)
+    config = DataConfig(name="folder", root=str(root))
+    check_data(Config(data=config))
+    dataset = FolderDataset(config)
+    assert isinstance(dataset.val, Files)
+    labels = {path.parent.name: label for path, label in dataset.val.files}
+    assert len(dataset.val) == 5
+    assert labels[unicodedata.normalize(in_val, "Ätna")] == dataset.target_names.index(
+        unicodedata.normalize(in_train, "Ätna")
+    )
+    # A run that was trained elsewhere may have the other form, too.
+    evaluated = FolderDataset(config, [unicodedata.normalize(in_val, "Ätna"), "Vesuv"])
+    assert len(evaluated.val) == 5
+
+
+def test_two_class_folders_of_one_name_in_two_unicode_forms_are_refused(tmp_path: Path) -> None:
+    for form in ("NFC", "NFD"):
+        (tmp_path / unicodedata.normalize(form, "Señal")).mkdir()
+    with pytest.raises(ValueError, match="two Unicode forms"):
+        class_folders(tmp_path)
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.processes
+def test_run_on_names_that_are_not_utf_8_logs_notes_and_writes_the_bytes_of_the_names(
+    tmp_path: Path,
+) -> None:
+    counts = {"train": {"cat": 4, "dog": 4}, "val": {"cat": 1, "dog": 2}}
+    root = image_folder(tmp_path / "images", counts)
+    class_name, file_name = b"ca\xf1", b"\xe9t\xe9.png"
+    for split in counts:
+        (root / split / "cat").rename(root / split / os.fsdecode(class_name))
+    (root / "val" / "dog" / "0.jpg").rename(root / "val" / "dog" / os.fsdecode(file_name))
+    (root / "train" / "dog" / "9.heic").write_bytes(b"data")
+    overrides = ("data=folder", f"data.root={root}", "data.image_size=16", "data.batch_size=4")
+    run = run_warm(tmp_path / "run", *overrides, "data.limit_train=null", "parallel=single")
+    log = (run / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert "data note" in log and ".heic (1)" in log and "Logging error" not in log
+    predictions = tmp_path / "predictions.csv"
+    assert evaluate.main([f"run={run}", "split=val", f"predictions={predictions}"]) == 0
+    table = predictions.read_bytes()
+    assert file_name in table and class_name in table

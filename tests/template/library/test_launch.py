@@ -1,0 +1,161 @@
+"""Tests that train.py, torchrun and a cluster give the same run, when they start its ranks. There
+is one run folder with one set of records, and the metrics are identical.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.template.runs import run_warm, tiny
+from timm_parallel.state import checkpoint
+from timm_parallel.testing.commands import Finished, Running, Train
+from timm_parallel.testing.configs import without_times
+
+pytestmark = pytest.mark.processes
+TWO = ("parallel=ddp", "parallel.devices=2")
+
+
+def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[Running]:
+    """Start rank 1 and, after `delay` seconds, rank 0. Return both commands. A cluster starts ranks
+    in this way, without torchrun.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in (1, 0):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "train.py", *tiny(f"hydra.run.dir={folder}", *overrides)]
+        started.append(train.start_command(command, folder, environment))
+        time.sleep(delay if rank else 0)
+    return started
+
+
+def in_its_folder(done: Finished) -> Finished:
+    """Return the finished command with the run folder that the run has printed."""
+    assert done.returncode == 0, done.output
+    line = next(line for line in done.stdout.splitlines() if line.startswith("folder"))
+    return replace(done, folder=Path(line.split()[-1]))
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(train_shared: Train) -> Finished:
+    return in_its_folder(train_shared("parallel=ddp", form="torchrun"))
+
+
+def check(done: Finished) -> None:
+    """Check that the run folder contains each record once, and that both ranks have trained the
+    same model.
+    """
+    folder, result = done.folder, done.result
+    assert [path.parent for path in folder.rglob(".hydra")] == [folder]
+    writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
+    assert len(writers) == 1, "expected TensorBoard files from one process"
+    assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert list(folder.rglob("*.tmp")) == []
+    assert result["status"] == "done"
+    assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == (
+        "ddp",
+        2,
+        2,
+        2,
+    )
+    assert result["backend"] == "gloo"
+    assert result["proof"]["hashes_equal"] is True
+    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"], (
+        "expected training to change the weights"
+    )
+    assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
+
+
+def check_equal(done: Finished, other: Finished) -> None:
+    assert without_times(done.metrics) == without_times(other.metrics)
+    assert done.result["parameters_hash"] == other.result["parameters_hash"]
+    weights = [
+        checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow(seconds=10)
+def test_run_of_two_torchrun_ranks_writes_each_record_once_and_has_equal_parameters(
+    by_torchrun: Finished,
+) -> None:
+    check(by_torchrun)
+
+
+@pytest.mark.slow(seconds=2)
+def test_metrics_and_weights_are_identical_under_torchrun_and_python(
+    by_torchrun: Finished, tmp_path: Path
+) -> None:
+    check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
+
+
+@pytest.mark.slow(seconds=15)
+@pytest.mark.nightly
+def test_concurrent_runs_with_same_folder_name_get_separate_folders(
+    by_torchrun: Finished, train: Train
+) -> None:
+    """train.py starts the first run. The ranks of the second run are started one by one, rank 0
+    three seconds after rank 1.
+    """
+    ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
+    runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]
+    assert ranks[0].finish().returncode == 0
+    assert (
+        {run.folder.name for run in runs}
+        == {"run", "run_1"}
+        == {path.name for path in train.base.glob("run*")}
+    )
+    for run in runs:
+        check(run)
+        check_equal(run, by_torchrun)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=9)
+def test_run_leaves_no_files_in_the_temporary_folder(
+    by_torchrun: Finished, train_shared: Train
+) -> None:
+    left = [
+        path
+        for path in train_shared.temporary.iterdir()
+        if not path.name.startswith("torchelastic_")
+    ]
+    assert left == [], "expected no files except the log folder of torchrun"
+
+
+@pytest.mark.slow(seconds=4)
+def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
+    ranks = by_hand(train, train.base / "run", 0, "parallel=ddp", "modle=tiny")
+    ended = [rank.finish() for rank in ranks]
+    assert [done.returncode for done in ended] == [2, 2]
+    stderr = "".join(done.stderr for done in ended)
+    assert len(stderr.splitlines()) == stderr.count("did you mean model") == 1, stderr
+    assert not (train.base / "run").exists()
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_is_refused_under_torchrun(train: Train) -> None:
+    ranks = by_hand(
+        train, train.base / "run", 0, "-m", "parallel=ddp", f"hydra.sweep.dir={train.base}/sweep"
+    )
+    ended = [rank.finish() for rank in ranks]
+    assert all(done.returncode == 2 for done in ended), [done.output for done in ended]
+    stderr = "".join(done.stderr for done in ended)
+    assert stderr.count("python train.py -m") == 1, stderr
+    assert not (train.base / "sweep").exists()

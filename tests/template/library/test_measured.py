@@ -1,0 +1,490 @@
+"""Test the measurements in the result of a run: throughput, parts of the step time, times per
+rank, communication, energy, and disturbances by other programs.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from src.train.run import run
+from tests.template.runs import ROOT, resolved, task_of
+from timm_parallel.batch import Batch
+from timm_parallel.faults.liveness import liveness
+from timm_parallel.machine.nvidia import Gpu
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.usage import Energy
+from timm_parallel.parallel import telemetry
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
+from timm_parallel.parallel.distributed import Distributed
+from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.record.guard import flags, guard
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.step import Step
+from timm_parallel.testing.commands import Train
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
+
+QUIET: dict[str, Any] = {
+    "load": 0.02,
+    "own": 1.0,
+    "cores": 2,
+    "steal": 0.0,
+    "cpu_per_thread": 0.99,
+    "halves_ratio": 1.01,
+    "temperature": None,
+    "clocks": None,
+}
+
+
+def by_the_clock(folder: Path, batch: int) -> float:
+    """Compute images per second from the timestamps of the first and the last logged step in
+    metrics.jsonl.
+    """
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
+    first, last = lines[0], lines[-1]
+    return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
+
+
+def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
+    """Train a complete run on this rank, and return its result."""
+    (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
+    return vars(read_result(Path(folder)))
+
+
+def train_two_ranks(folder: Path) -> dict[str, Any]:
+    """Train one epoch of 78 steps with ddp on two ranks. Return the result."""
+    words = (
+        "parallel=ddp",
+        "parallel.devices=2",
+        "data.limit_train=1256",
+        "data.batch_size=16",
+        "train.epochs=1",
+    )
+    return in_ranks(trained, 2, str(folder), *words)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Return the result and the folder of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    return train_two_ranks(folder), folder
+
+
+def test_images_per_sec_of_a_ddp_result_matches_the_timestamps_of_its_logged_steps(
+    two_ranks: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    result, folder = two_ranks
+    assert result["throughput"]["steps_timed"] == 68
+    ratios = [result["throughput"]["images_per_sec"] / by_the_clock(folder, 16)]
+    # A busy machine may pause a process between two timestamps of the 800 ms. Measure again then: a
+    # wrong figure would be wrong in every run.
+    while abs(ratios[-1] - 1) > 0.02 and len(ratios) < 3:
+        folder = tmp_path / str(len(ratios))
+        again = train_two_ranks(folder)
+        ratios.append(again["throughput"]["images_per_sec"] / by_the_clock(folder, 16))
+    assert ratios[-1] == pytest.approx(1, rel=0.02), ratios
+
+
+def test_step_time_parts_in_result_json_add_up_to_the_mean_step_time(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
+    result, _ = two_ranks
+    step = 1000 * 16 / result["throughput"]["images_per_sec"]
+    assert sum(result["step"].values()) == pytest.approx(step)
+    assert min(result["step"].values()) >= 0
+
+
+def test_result_json_has_the_data_time_and_compute_time_of_every_rank(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
+    result, _ = two_ranks
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    assert {key for rank in result["ranks"] for key in rank} == {
+        *("rank", "host", "device", "data_ms", "compute_ms", "step_ms")
+    }
+    assert result["hosts"] == [result["ranks"][0]["host"]]
+
+
+def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equal_parameters(
+    two_ranks: tuple[dict[str, Any], Path],
+) -> None:
+    result, _ = two_ranks
+    assert result["proof"].keys() == {"parameters_hash_start", "hashes_equal", "chunk_sizes"}
+    assert result["proof"]["hashes_equal"] is True and result["proof"]["chunk_sizes"] == [8, 8]
+    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
+
+
+def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_step(
+    tmp_path: Path,
+) -> None:
+    """An epoch has six batches, and an optimizer step accumulates four of them. So two batches
+    are dropped.
+    """
+    result = in_ranks(
+        trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1"
+    )[0]
+    assert (result["steps"], result["samples_seen"], result["dropped_per_epoch"]) == (1, 128, 64)
+
+
+def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
+    """Train a run in which one rank computes 20 ms longer in every step. Return the result of
+    the run.
+    """
+    clip = Step._clip
+
+    def slower(step: Step, phase: Any) -> None:
+        clip(step, phase)
+        time.sleep(0.02 if ranks.rank == slow else 0)
+
+    Step._clip = slower  # type: ignore[assignment, method-assign]
+    return trained(ranks, store, folder, *overrides)
+
+
+@pytest.mark.parametrize("slow", [1, 0])
+@pytest.mark.slow(seconds=3)
+@pytest.mark.sample(2)
+def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(
+    tmp_path: Path, slow: int
+) -> None:
+    """All ranks have the same step time, because each step waits for the slowest rank. The
+    waiting time must not count as compute time.
+    """
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
+    ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
+    assert ranks[slow]["compute_ms"] > ranks[1 - slow]["compute_ms"] + 10
+
+
+def step_of(model: nn.Module) -> PhaseStep:
+    task = task_of(10)
+    return PhaseStep(task, Networks(task.networks(model)), "train")
+
+
+def random_batch() -> Batch:
+    return Batch({"image": torch.randn(4, 8), "target": torch.zeros(4, dtype=torch.int64)})
+
+
+def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
+    """Run ddp steps in which the reduction of each gradient bucket takes `delay` seconds longer.
+    Return the total and the exposed communication time per step after a warm-up, in seconds.
+    """
+    import torch.distributed as dist
+
+    strategy = build_strategy(
+        resolved("parallel=ddp", "parallel.devices=2", "parallel.broadcast_buffers=true").parallel,
+        ranks,
+        store,
+    )
+    assert isinstance(strategy, Distributed)
+    layers = [
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity())
+        for _ in range(blocks)
+    ]
+    wrapped = strategy.wrap(step_of(nn.Sequential(*layers)))
+    assert isinstance(wrapped, TimedDistributedDataParallel)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        """Delay the reduction in a separate thread. A sleep in the hook itself would block the
+        backward pass.
+        """
+        tensor, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def late() -> None:
+            work.wait()
+            done.set_result(tensor)
+
+        # Give the warm-up steps another delay. If they were measured by mistake, the mean would
+        # show it.
+        threading.Timer(delay if steps[0] >= 4 else 0.02, late).start()
+        return done
+
+    # The file postpones annotations, so they are strings. torch compares annotations of a hook with
+    # its own types, and would reject strings.
+    hook.__annotations__.clear()
+    wrapped.register_comm_hook(None, hook)  # type: ignore[operator]
+    steps, communication = [0], strategy.communication(wrapped)
+    for step in range(11):
+        steps[0] = step
+        # Start to measure at step 5. The timer reads the communication times of a step only when
+        # the next step begins.
+        if step == 5:
+            communication.start_measuring()
+        wrapped(random_batch())[0].mean().backward()
+    measured = communication.seconds()
+    strategy.close()
+    assert measured is not None
+    return measured
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.slow(seconds=4)
+@pytest.mark.sample(2)
+def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: bool) -> None:
+    for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
+        assert whole == pytest.approx(0.4, rel=0.1)
+        assert exposed == pytest.approx(0.4, rel=0.1)
+
+
+def alone(ranks: Ranks, store: Any) -> Any:
+    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    wrapped = strategy.wrap(step_of(model))
+    communication = strategy.communication(wrapped)
+    communication.start_measuring()
+    for _ in range(3):
+        wrapped(random_batch())[0].mean().backward()
+    measured = communication.seconds(), communication.bytes(model.parameters())
+    strategy.close()
+    return measured
+
+
+def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
+    assert in_ranks(alone, 1) == [((0.0, 0.0), 0)]
+
+
+def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
+    strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
+    step = nn.Linear(8, 8)
+    measured = (
+        strategy.communication(step).seconds(),
+        strategy.communication(step).bytes(step.parameters()),
+    )
+    strategy.close()
+    return measured
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_communication_time_of_dp_and_fsdp_is_unknown_on_two_devices_and_zero_on_one_device(
+    strategy: str,
+) -> None:
+    for devices, expected in ((1, ((0.0, 0.0), 0)), (2, (None, None))):
+        ranks = devices if strategy == "fsdp" else 1
+        assert (
+            in_ranks(of_strategy, ranks, f"parallel={strategy}", f"parallel.devices={devices}")[0]
+            == expected
+        )
+
+
+def usage(**changes: float) -> dict[str, Any]:
+    """Build the CPU usage record of a rank that kept one of two processors busy for ten seconds."""
+    quiet = {
+        "wall": 10.0,
+        "own": 10.0,
+        "busy": 10.2,
+        "stolen": 0.0,
+        "all": 20.0,
+        "ran": 9.9,
+        "queued": 0.05,
+    }
+    return quiet | changes | {"host": "here"}
+
+
+def test_measured_cpu_load_of_other_programs_excludes_the_cpu_time_of_the_run() -> None:
+    measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
+    assert measured["load"] == 0.0, (
+        "expected zero load by other programs, because both ranks belong to this run"
+    )
+    measured = guard(
+        {"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], []
+    )
+    assert (measured["load"], measured["steal"], measured["cpu_per_thread"]) == (1.0, 0.05, 0.4)
+    assert measured["halves_ratio"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        ({"load": 1.0}, ["other programs kept 1.0 of 2 processors busy"]),
+        ({"load": 8.0, "own": 2.0, "cores": 64}, []),
+        ({"steal": 0.2}, ["the hypervisor gave 20% of the processors' time to others"]),
+        (
+            {"cpu_per_thread": 0.4},
+            ["its threads got 40% of the processor time that they were ready to use"],
+        ),
+        ({"cpu_per_thread": 0.4, "own": 1.99}, []),
+        (
+            {"halves_ratio": 0.8},
+            ["the second half of its steps ran at 0.80 times the speed of the first"],
+        ),
+        ({"clocks": [{"slowed_by": ["power brake"]}]}, ["GPU 0 was slowed down: power brake"]),
+        (dict.fromkeys(("load", "own", "steal", "cpu_per_thread", "halves_ratio")), []),
+    ],
+)
+def test_result_flags_report_other_cpu_load_steal_time_slowdown_and_gpu_throttling(
+    changes: dict[str, Any], reasons: list[str]
+) -> None:
+    assert flags(QUIET | changes, 100) == reasons
+
+
+class Nvml:
+    """Fake NVML library with one device that answers only some queries. The temperature rises
+    with each query.
+    """
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.celsius = answers, 60
+
+    def __getattr__(self, name: str) -> Any:
+        def answer(*arguments: Any) -> Any:
+            if name == "nvmlDeviceGetTemperature" and name in self.answers:
+                self.celsius += 5
+                return self.celsius
+            if name not in self.answers:
+                raise self.NVMLError(name)
+            return self.answers[name]
+
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "measured"),
+    [
+        ({}, None),
+        (
+            {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": 1},
+            {"celsius": None, "sm_mhz": None, "sm_mhz_max": None, "slowed_by": []},
+        ),
+        (
+            {
+                "nvmlInit": None,
+                "nvmlDeviceGetHandleByUUID": 1,
+                "nvmlDeviceGetTemperature": 1,
+                "nvmlDeviceGetClockInfo": 1500,
+                "nvmlDeviceGetMaxClockInfo": 1980,
+                "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
+            },
+            {
+                "celsius": 75,
+                "sm_mhz": 1500,
+                "sm_mhz_max": 1980,
+                "slowed_by": ["heat (by the hardware)"],
+            },
+        ),
+    ],
+)
+def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], measured: dict[str, Any] | None
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
+    gpu = Gpu("GPU-1")
+    for _ in range(3):
+        gpu.sample()
+    assert gpu.state() == measured
+
+
+class SteppedGpu:
+    """Fake GPU whose energy counter rises by 5 J with every training step. With `known` false,
+    the GPU of rank 1 has no counter.
+    """
+
+    def __init__(self, uuid: str, known: bool = True) -> None:
+        self.uuid, self.known = uuid, known
+
+    def joules(self) -> float:
+        return 1000.0 + 5 * liveness.step if self.known else math.nan
+
+
+def metered(
+    ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str
+) -> dict[str, Any]:
+    """Train a run with one fake GPU per rank, and return its result."""
+    gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
+    telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[assignment, misc]
+    return trained(ranks, store, folder, *overrides)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("uuids", "gpus"),
+    [
+        (["GPU-a", "GPU-a"], 1),
+        pytest.param(["GPU-a", "GPU-b"], 2, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.slow(seconds=2)
+def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
+    tmp_path: Path, uuids: list[str], gpus: int
+) -> None:
+    """Ranks that share a GPU read the same energy counter. The energy of this GPU must count
+    once.
+    """
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
+    result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
+    assert result["throughput"]["steps_timed"] < result["steps"]
+    assert result["energy"]["joules_per_image"] == pytest.approx(gpus * 5 / result["batch_size"])
+    assert result["energy"]["kwh"] == pytest.approx(gpus * 5 * result["steps"] / 3.6e6)
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
+    result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]
+    assert result["energy"] == {"joules_per_image": None, "kwh": None}
+
+
+def test_result_energy_is_null_when_training_on_cpu(two_ranks: tuple[dict[str, Any], Path]) -> None:
+    assert two_ranks[0]["energy"] == {"joules_per_image": None, "kwh": None}
+
+
+@pytest.mark.processes
+def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() -> None:
+    """On Linux, ru_maxrss of a child process starts at the memory use of its parent process."""
+    held = bytearray(300 * 2**20)
+    code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert 2**20 < int(done.stdout) < len(held) // 2
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_throughput_of_training_on_jpeg_files_agrees_with_the_timestamps_of_its_steps(
+    train: Train, tmp_path: Path
+) -> None:
+    """Loader workers deliver batches in bursts. Throughput computed from the median step time
+    would therefore be too high.
+    """
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 720), ("val", 16)):
+        for number in range(count):
+            path = tmp_path / "data" / split / f"class_{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 256, (160, 160, 3), dtype=np.uint8)).save(path)
+    words = (
+        f"data.root={tmp_path}/data",
+        "data.image_size=32",
+        "data.batch_size=8",
+        "data.workers=8",
+    )
+    done = train("data=folder", *words, "data.limit_train=720", "parallel=single", "train.epochs=1")
+    assert done.returncode == 0, done.output
+    assert done.result["throughput"]["images_per_sec"] == pytest.approx(
+        by_the_clock(done.folder, 8), rel=0.02
+    )

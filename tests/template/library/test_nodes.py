@@ -1,0 +1,648 @@
+"""Test runs on several nodes: rank variables of srun and torchrun, comparison of the nodes,
+errors, and data that rank 0 sends to all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from src.app import app
+from tests.template.runs import resolved
+from timm_parallel.config.compose import save_config
+from timm_parallel.entry import run_command
+from timm_parallel.launch import node, nodes, torchrun
+from timm_parallel.launch.nodes import (
+    NodeInventory,
+    collect_inventories,
+    fit_to_nodes,
+    publish_inventory,
+)
+from timm_parallel.launch.rendezvous import listen_towards
+from timm_parallel.launch.supervisor import RankExits
+from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.ranks import NodeAddress, Ranks, ranks_from_environment, tasks_per_node
+from timm_parallel.machine.signals import stop_handler
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.ranks import in_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def test_task_of_srun_reads_rank_world_size_and_node_from_slurm_variables() -> None:
+    assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
+
+
+def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
+    """Here srun starts one task per node, and each task is a torchrun agent that starts the
+    ranks.
+    """
+    place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
+    assert ranks_from_environment(SRUN | TORCHRUN) == place
+    assert (
+        ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"})
+        == place
+    )
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
+)
+def test_process_is_no_rank_of_a_job_when_srun_did_not_start_several_tasks(
+    environment: dict[str, str],
+) -> None:
+    assert ranks_from_environment(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, "PMI_SIZE=4"),
+        # In a Slurm allocation, mpirun itself starts one process per node with srun. So the
+        # variables of srun are set too.
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+    ],
+)
+def test_ranks_started_by_mpirun_are_refused_with_advice_to_use_torchrun_or_srun(
+    environment: dict[str, str], name: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: .*python train\.py.* torchrun or srun"):
+        ranks_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        # A wrapper script under mpirun sets the variables of torchrun for each process.
+        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
+        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
+    ],
+)
+def test_mpi_variables_are_ignored_under_torchrun_or_srun_and_for_one_mpi_process(
+    environment: dict[str, str], ranks: Ranks | None
+) -> None:
+    assert ranks_from_environment(environment) == ranks
+
+
+@pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
+def test_error_names_the_slurm_variable_that_an_srun_task_lacks(missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])]
+)
+def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
+    """Build the inventory of each node from a triple of its number of ranks, cores and CUDA
+    devices.
+    """
+    return [
+        NodeInventory(
+            node,
+            f"host{node}",
+            ranks,
+            list(range(cores)),
+            [f"gpu{node}{index}" for index in range(devices)],
+        )
+        for node, (ranks, cores, devices) in enumerate(nodes)
+    ]
+
+
+def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.threads_per_device = "auto"  # type: ignore[assignment]
+    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+    assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
+    asked.threads_per_device = 3
+    config.parallel.threads_per_device = 3
+    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+    assert config.parallel.threads_per_device == 3
+
+
+def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
+        "auto",  # type: ignore[assignment]
+        "cuda",
+        "nccl",
+    )
+    tasks = [
+        NodeInventory(0, "host", 2, [0, 1, 2], ["gpu0"]),
+        NodeInventory(0, "host", 2, [3, 4, 5], ["gpu1"]),
+    ]
+    fit_to_nodes(config, asked, tasks)
+    assert config.parallel.threads_per_device == 3
+    with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
+        fit_to_nodes(config, asked, [tasks[0], tasks[0]])
+
+
+def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None:
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    asked.accelerator = "auto"
+    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
+        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
+    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
+    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
+        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
+
+
+def test_rendezvous_at_127_0_0_1_listens_only_on_the_loopback_interface() -> None:
+    """The address 127.0.0.1 is used for nodes that are simulated on one machine. A host name or
+    an empty name may resolve to this address, but must not restrict the rendezvous.
+    """
+    assert set(listen_towards("127.0.0.1").values()) == {"lo"}
+    assert listen_towards("localhost") == listen_towards("") == {}
+
+
+def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two torchrun jobs may have the same --rdzv-id. The first attempt of a job may also have
+    failed before it created a run folder.
+    """
+    from torch.distributed import HashStore, PrefixStore
+
+    first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "101")
+    monkeypatch.setattr(torchrun, "_run_and_report", lambda *given: 0)
+    for job in ("first", "second"):
+        agent = HashStore()
+        monkeypatch.setattr(
+            torchrun,
+            "open_store",
+            lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent),
+        )
+        assert torchrun.remembered_folder(second) is None
+        torchrun.run_rank_zero(
+            lambda *given: None,
+            resolved("parallel=ddp", "parallel.devices=2"),
+            tmp_path / job,
+            first,
+        )
+        assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
+        assert torchrun.remembered_folder(first) is None
+
+
+# Use the version of the installed package, because torch.__version__ also contains the build, such
+# as +cpu.
+TORCH = version("torch")
+ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
+
+
+def test_node_inventory_lists_overrides_versions_of_libraries_and_code_files() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    publish_inventory(store, 0, 0, 1, ARGUMENTS)
+    software = collect_inventories(store, 1, 5)[0].software
+    assert (software["train.epochs"], software["torch"]) == ("4", TORCH)
+    assert {"train.py", "src/schema.py", "timm_parallel/launch/nodes.py"} <= set(software)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        (
+            "train.epochs",
+            "8",
+            ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)"),
+        ),
+        (
+            "nonsense.key",
+            "3",
+            ("nonsense.key=(none) on node 0", "nonsense.key=3 on node 2 (host2)"),
+        ),
+        ("torch", "1.0", (f"torch={TORCH} on node 0", "torch=1.0 on node 2")),
+        ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
+    ],
+)
+def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, parts: tuple[str, ...]
+) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    for node_ in range(3):
+        monkeypatch.setattr(nodes, "host_name", lambda node_=node_: f"host{node_}")
+        publish_inventory(store, node_, node_, 1, ARGUMENTS)
+    third = collect_inventories(store, 3, 5)[2]
+    third.software[key] = value
+    store.set("facts/2", json.dumps(asdict(third)))
+    with pytest.raises(ValueError, match="give all nodes the same") as refusal:
+        collect_inventories(store, 3, 5)
+    assert all(part in str(refusal.value) for part in parts)
+
+
+def test_only_the_first_rank_of_each_node_reports_overrides_and_library_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr("sys.argv", ["train.py", *ARGUMENTS])
+    store, places = HashStore(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
+    for rank, local_rank, node_ in places:
+        torchrun._publish_inventory_of(Ranks(rank, 4, local_rank, 2, node=node_, nodes=2), store)
+    epochs = [fact.software.get("train.epochs") for fact in collect_inventories(store, 4, 5)]
+    assert epochs == ["4", None, "4", None]
+    torchrun._publish_inventory_of(Ranks(0, 1), store)
+    assert collect_inventories(store, 1, 5)[0].software == {}, (
+        "expected no software list for a single node, which needs no comparison"
+    )
+
+
+@pytest.mark.slow(seconds=2)
+def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
+    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1")
+    since = time.monotonic()
+    with pytest.raises(ValueError, match=r"^rank 1 \(of 0 to 1\): .* parallel\.start_timeout=1 s"):
+        torchrun.negotiate(config, config.parallel, Ranks(0, 2, 0, 1, node=0, nodes=2))
+    assert time.monotonic() - since < 10
+
+
+@pytest.mark.parametrize(
+    ("place", "is_printed"), [((1, 2, 0, 1, 0, 1, 2), True), ((1, 2, 1, 2), False)]
+)
+def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: tuple[int, ...],
+    is_printed: bool,
+) -> None:
+    """Rank 0 prints the config error on node 0. On each other node, the first rank prints the
+    error.
+    """
+    from torch.distributed import HashStore
+
+    store, ranks = HashStore(), Ranks(*place)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
+    monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: ranks)
+    # Pretend that the other rank has already read the error. Otherwise rank 0 would wait for this
+    # rank.
+    store.set("left/1", "")
+    torchrun.refuse_followers(Ranks(0, 2), "train.epochs=0: expected an integer >= 1")
+    assert run_command(app) == 2
+    refused = "train.py: train.epochs=0: expected an integer >= 1\n"
+    assert capsys.readouterr().err == (refused if is_printed else "")
+
+
+def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
+    from src.train.build import build_run
+    from timm_parallel.parallel.build import build_strategy
+
+    config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
+    if ranks.rank == 1:
+        config.data.kwargs = {
+            "num_classes": {"num_classes": 9},
+            "num_samples": {"num_samples": 2047},
+        }.get(change, {})
+    if change == "labels":
+        shift_synthetic_labels(ranks.rank)
+    strategy = build_strategy(config.parallel, ranks, store)
+    try:
+        build_run(config, strategy)
+    except ValueError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+def shift_synthetic_labels(number: int) -> None:
+    """Add `number` to all labels of the synthetic dataset. The change affects only the process
+    of this rank, which ends with the test.
+    """
+    from src.data.datasets import Synthetic
+
+    ordinary = Synthetic.__init__
+
+    def initialize(self: Any, *given: Any, **more: Any) -> None:
+        ordinary(self, *given, **more)
+        self.train.labels = (self.train.labels + number) % 10
+
+    Synthetic.__init__ = initialize  # type: ignore[method-assign]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("", ""),
+        ("num_classes", "class 9=class_9 on rank 0"),
+        ("num_samples", "train images=2048 on rank 0"),
+        ("labels", "train names and labels="),
+    ],
+)
+def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
+    change: str, part: str
+) -> None:
+    first, second = in_ranks(_build_other_data, 2, change)
+    assert first == second
+    assert part in first and bool(first) == bool(change)
+    assert not change or ("on rank 0 (" in first and "on rank 1 (" in first)
+
+
+STATE: dict[str, Any] = {
+    "model": {
+        "weight": torch.arange(6.0).view(2, 3),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(3).bfloat16(),
+    },
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(3.0)}},
+        "param_groups": [{"betas": (0.9, 0.999), "params": [0]}],
+    },
+    "scaler": None,
+    "progress": {"step": 3, "best": float("-inf")},
+    "flags": torch.tensor([True, False]),
+}
+
+
+def same(first: Any, other: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return (
+            first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
+        )
+    if isinstance(first, dict):
+        return list(first) == list(other) and all(same(first[key], other[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(other) and all(
+            same(a, b) for a, b in zip(first, other, strict=True)
+        )
+    return bool(first == other)
+
+
+def _share(ranks: Ranks, store: Store) -> bool:
+    from timm_parallel.parallel.build import build_strategy
+
+    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
+    got = strategy.group.share_state(STATE if ranks.rank == 0 else None)
+    strategy.close()
+    return same(STATE, got)
+
+
+@pytest.mark.processes
+def test_share_state_sends_the_checkpoint_state_of_rank_0_unchanged_to_all_ranks() -> None:
+    assert in_ranks(_share, 2) == [True, True]
+
+
+def _train(
+    ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]
+) -> tuple[dict[str, Any], list[int]]:
+    from pathlib import Path
+
+    from tests.template.runs import train_run
+    from timm_parallel.record.result import read_result
+    from timm_parallel.runtime.run import Training
+
+    config = resolved(
+        "parallel=ddp",
+        "parallel.devices=2",
+        "train.evaluate_every=0",
+        "data.limit_train=64",
+        *overrides,
+    )
+    saved: list[int] = []
+    save_if_due, save = Training._save_if_due, Training._save
+
+    def with_fast_clock(training: Training) -> None:
+        # By the clock of rank 1, a checkpoint is overdue. Only the clock of rank 0 may decide.
+        training._saved_at -= 1e6 * ranks.rank
+        save_if_due(training)
+
+    def noted(training: Training, is_best: bool = False) -> None:
+        saved.append(training.parts.progress.step)
+        save(training, is_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_save_if_due", with_fast_clock)
+        patch.setattr(Training, "_save", noted)
+        train_run(config, Path(folder), ranks, store)
+    result = read_result(Path(folder))
+    return {**result.communication, "parameters": result.parameters}, saved
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
+def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
+    tmp_path: Any, hook: str, bytes_per_value: int
+) -> None:
+    results, _ = in_ranks(
+        _train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}")
+    )
+    assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
+def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(
+    tmp_path: Any, minutes: str, steps: list[int]
+) -> None:
+    overrides = (
+        "train.epochs=1",
+        "train.log_every=1",
+        "data.batch_size=16",
+        f"checkpoint.every_minutes={minutes}",
+    )
+    (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), overrides)
+    assert first == second == steps
+
+
+@pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
+def test_second_node_waits_for_node_0_no_longer_than_start_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool, seconds: int
+) -> None:
+    """The timeout comes from the saved config of the job. If the nodes share no disk, the second
+    node cannot read this config and uses the default timeout.
+    """
+    if is_seen:
+        save_config(
+            resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path
+        )
+    waited: list[float] = []
+
+    def find_no_node_0(place: NodeAddress, timeout: float) -> None:
+        waited.append(timeout)
+        raise ValueError("no node 0")
+
+    monkeypatch.setattr(node, "find_address", lambda: NodeAddress(1, 2, "nodea", 29500))
+    monkeypatch.setattr(node, "Rendezvous", find_no_node_0)
+    assert node.main(tmp_path / "run", tmp_path) == 2
+    assert waited == [seconds]
+
+
+@pytest.fixture
+def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the run folder of a requeued Slurm job with ID 7. The fake node 0 starts no ranks."""
+    save_config(
+        resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path
+    )
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(node, "find_address", NodeAddress)
+    monkeypatch.setattr(node, "run_node_zero", lambda config, folder, place: 0)
+    monkeypatch.setattr(node, "POLL_SECONDS", 0.05)
+    return tmp_path
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
+def test_requeued_slurm_job_waits_until_the_previous_attempt_unlocks_the_run_folder(
+    requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
+) -> None:
+    """The previous attempt still runs if only the slurmd of its node died. After waiting for
+    start_timeout - 60 s, the job requeues itself.
+    """
+    with ExitStack() as earlier:
+        earlier.enter_context(lock_folder(requeued))
+        release = threading.Timer(held_for, earlier.close)
+        release.start()
+        assert node.main(requeued, requeued) == code
+        release.join()
+    lines = capsys.readouterr().err.splitlines()
+    assert "of Slurm job 7" in lines[0] and "waiting up to 1 s" in lines[0]
+    assert len(lines) == (1 if code == 0 else 2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")]
+)
+def test_slurm_job_is_refused_when_another_job_has_locked_the_run_folder(
+    requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    with lock_folder(requeued):
+        monkeypatch.setenv(variable, value)
+        assert node.main(requeued, requeued) == 2
+
+
+@pytest.mark.parametrize(
+    ("restarts", "saved", "code"),
+    [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
+)
+def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
+) -> None:
+    """The first attempt of a job is only interrupted, because the time limit may come before the
+    first checkpoint. A restarted job that saves `step_2.pt` again has made no progress.
+    """
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_2.pt").touch()
+
+    def run_ranks(*given: Any) -> RankExits:
+        time.sleep(0.01)
+        if saved:
+            (tmp_path / "checkpoints" / saved).write_text("newer")
+        return RankExits(signal=10)
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    monkeypatch.setattr(node, "run_ranks", run_ranks)
+    assert (
+        node.run_node_zero(resolved("parallel=ddp", "parallel.devices=2"), tmp_path, NodeAddress())
+        == code
+    )
+    result = read_result(tmp_path)
+    assert result.status == ("failed" if code == 1 else "interrupted")
+    assert ("cluster.time" in result.reason) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code", "status"), [("0", 138, "interrupted"), ("1", 1, "failed")]
+)
+def test_slurm_time_limit_signal_before_the_ranks_start_sets_the_status_in_result_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, code: int, status: str
+) -> None:
+    """Without a signal handler, the signal would kill the process while it still imports torch.
+    Slurm would then requeue the job again and again.
+    """
+    save_config(resolved("parallel=single"), tmp_path)
+    monkeypatch.setattr(node, "find_address", NodeAddress)
+    # Clear the stop request that the training of an earlier test in this process may have left.
+    monkeypatch.setattr(stop_handler, "request", None)
+    monkeypatch.setattr(stop_handler, "heard_at", None)
+    monkeypatch.setattr(node, "run_ranks", lambda *given: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    before = signal.getsignal(signal.SIGUSR1)
+    assert node.main(tmp_path, tmp_path) == code
+    assert read_result(tmp_path).status == status
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "is_refused"),
+    [
+        ("torchrun --nnodes=1:2 train.py", None, True),
+        ("torchrun --nnodes 1:2 --nproc-per-node 1 train.py", None, True),
+        ("python -m torch.distributed.run -nnodes 2 train.py", None, False),
+        ("torchrun --nnodes=2:2 train.py", None, False),
+        ("torchrun train.py", "1:4", True),
+        ("torchrun --nnodes=2 train.py", "1:4", False),
+        ("torchrun train.py", None, False),
+    ],
+)
+def test_torchrun_is_refused_when_nnodes_is_a_range(
+    monkeypatch: pytest.MonkeyPatch, command: str, variable: str | None, is_refused: bool
+) -> None:
+    """With a range of nodes, torchrun restarts the ranks whenever a node joins or leaves.
+    torchrun does not count these restarts.
+    """
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(
+        torchrun.psutil, "Process", lambda pid: SimpleNamespace(cmdline=command.split)
+    )
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PET_NNODES", variable)
+    with pytest.raises(ValueError, match=r"--nnodes=1:.") if is_refused else nullcontext():
+        torchrun._refuse_elastic_nodes()

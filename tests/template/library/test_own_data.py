@@ -1,0 +1,713 @@
+"""Test datasets without prepared splits: class folders with data.val_fraction, and CSV files
+(data=csv).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import unicodedata
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import evaluate as entry
+from src.data.datasets import Digits
+from src.schema import Config, DataConfig, TrainConfig
+from tests.template.runs import resolved, run_warm
+from timm_parallel.data.build import build_dataset, check_data, training_size
+from timm_parallel.data.csv_listing import CsvDataset, path_key, read_rows
+from timm_parallel.data.dataset import Split, data_fingerprints
+from timm_parallel.data.decode import Files
+from timm_parallel.data.fractions import split_of
+from timm_parallel.machine.text import similar_names
+from timm_parallel.record.result import read_result
+from timm_parallel.task import Task
+
+CLASSES = ("daisy", "rose", "tulip")
+SMALL = (
+    "data.image_size=16",
+    "data.batch_size=8",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=1",
+)
+
+
+def draw_images(root: Path, per_class: int = 12, suffix: str = "png") -> Path:
+    """Write images `<root>/<class>/p<patient>_<number>.png`, two images per patient."""
+    pixels = np.random.default_rng(0)
+    for name in CLASSES:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(per_class):
+            image = Image.fromarray(pixels.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+            image.save(root / name / f"p{number // 2}_{number}.{suffix}")
+    return root
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def names_of(split: Any) -> set[str]:
+    return {f"{path.parent.name}/{path.name}" for path, _ in split.files}
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_images(tmp_path_factory.mktemp("data") / "flowers")
+
+
+@given(st.sets(st.text(min_size=1), max_size=30), st.floats(0.01, 0.6), st.floats(0.01, 0.3))
+def test_images_stay_in_the_val_split_when_val_fraction_grows(
+    names: set[str], fraction: float, more: float
+) -> None:
+    data = DataConfig(name="folder", val_fraction=fraction)
+    before = {name: split_of(name, data) for name in names}
+    larger = DataConfig(name="folder", val_fraction=fraction + more)
+    assert all(split_of(name, larger) == "val" for name, split in before.items() if split == "val")
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.05, 0.4), st.floats(0.05, 0.4))
+def test_val_fraction_and_test_fraction_give_splits_of_the_requested_size(
+    val: float, test: float
+) -> None:
+    data = DataConfig(name="folder", val_fraction=val, test_fraction=test)
+    counts = Counter(split_of(f"class/{number}.jpg", data) for number in range(4000))
+    # Allow five standard deviations of a binomial proportion, so that chance practically never
+    # fails the test.
+    for split, share in (("val", val), ("test", test)):
+        assert abs(counts[split] / 4000 - share) < 5 * (share * (1 - share) / 4000) ** 0.5
+
+
+def test_val_fraction_assigns_every_image_to_exactly_one_split(flowers: Path) -> None:
+    config = DataConfig(name="folder", root=str(flowers), val_fraction=0.3, test_fraction=0.2)
+    check_data(Config(data=config))
+    dataset = build_dataset(config)
+    assert dataset.target_names == list(CLASSES)
+    parts = [names_of(split) for split in (dataset.train, dataset.val, dataset.test)]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 36
+    assert training_size(config) == len(parts[0])
+
+
+def test_new_images_in_a_folder_do_not_change_the_split_of_existing_images(tmp_path: Path) -> None:
+    root = draw_images(tmp_path)
+    config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
+    before = build_dataset(config)
+    draw_images(root, per_class=20, suffix="bmp")
+    after = build_dataset(config)
+    assert names_of(before.train) < names_of(after.train)
+    assert names_of(before.val) < names_of(after.val)
+
+
+def test_data_group_pattern_puts_all_images_of_a_group_into_one_split(flowers: Path) -> None:
+    config = DataConfig(
+        name="folder", root=str(flowers), val_fraction=0.4, group_pattern=r"/(p\d+)_"
+    )
+    dataset = build_dataset(config)
+    groups = [
+        {name.partition("/")[2].partition("_")[0] for name in names_of(s)}
+        for s in (dataset.train, dataset.val)
+    ]
+    assert groups[0]
+    assert groups[1]
+    assert not groups[0] & groups[1]
+
+
+def rows_of(root: Path, **columns: Any) -> list[dict[str, Any]]:
+    """Build one CSV row per image. The value of each additional column is a function of the row
+    number.
+    """
+    files = sorted(root.glob("*/*.png"))
+    return [
+        {"file": path.relative_to(root).as_posix(), "label": path.parent.name}
+        | {name: column(number) for name, column in columns.items()}
+        for number, path in enumerate(files)
+    ]
+
+
+def files_of(split: Split) -> list[tuple[Path, Any]]:
+    assert isinstance(split, Files)
+    return list(split.files)
+
+
+def test_csv_split_column_puts_each_image_into_the_named_split(flowers: Path) -> None:
+    rows = rows_of(flowers, split=lambda number: ("train", "val", "test", "train")[number % 4])
+    path = write_csv(flowers / "split.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path)))
+    assert dataset.target_names == list(CLASSES)
+    assert names_of(dataset.val) == {row["file"] for row in rows if row["split"] == "val"}
+    assert names_of(dataset.test) == {row["file"] for row in rows if row["split"] == "test"}
+    assert all(
+        dataset.target_names[label] == file.parent.name for file, label in files_of(dataset.train)
+    )
+
+
+def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
+    flowers: Path,
+) -> None:
+    path = write_csv(flowers / "folds.csv", rows_of(flowers, fold=lambda number: number % 3))
+    folds = [build_dataset(DataConfig(name="csv", root=str(path), fold=fold)) for fold in range(3)]
+    vals = [names_of(dataset.val) for dataset in folds]
+    assert sum(map(len, vals)) == len(set.union(*vals)) == 36
+    assert all(
+        names_of(dataset.train) == set.union(*vals) - val
+        for dataset, val in zip(folds, vals, strict=True)
+    )
+
+
+def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Path) -> None:
+    rows = rows_of(flowers, group=lambda number: f"patient {number // 4}")
+    path = write_csv(flowers / "groups.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path), val_fraction=0.4))
+    group = {row["file"]: row["group"] for row in rows}
+    train, val = (
+        {group[name] for name in names_of(split)} for split in (dataset.train, dataset.val)
+    )
+    assert train
+    assert val
+    assert not train & val
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "named"),
+    [
+        (["name,label", "a.png,x"], {}, "file"),
+        (["file,label", "a.png,x", "b.png,x"], {"val_fraction": 0.2}, "1 label "),
+        (
+            ["file,label", "daisy/p0_0.png,", "rose/p0_0.png,y", "tulip/p0_0.png,z"],
+            {"val_fraction": 0.2},
+            "line 2",
+        ),
+        (["file,label,split", "a.png,x,dev", "b.png,y,val"], {}, "split=dev"),
+        (["file,label", "a.png,x", "b.png,y"], {}, r"data\.val_fraction"),
+        (["file,label,fold", "a.png,x,0", "b.png,y,1"], {"fold": 4}, "0, 1"),
+        (["file,label,fold", "a.png,x,0", "b.png,y,"], {"fold": 0}, "line 3"),
+        (
+            ["file,label,split", "daisy/p0_0.png,x,train", "missing.png,y,train", "c.png,x,val"],
+            {},
+            r"missing\.png",
+        ),
+        # The next two CSV files have a label that no training image has.
+        (
+            ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
+            {},
+            "1 label .*z.*line 4",
+        ),
+        (
+            ["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"],
+            {"fold": 0},
+            "1 label .*y.*line 3",
+        ),
+        # A cell such as x;y counts as several labels if x or y is also a label by itself, or occurs
+        # in another such cell.
+        (["file,label,split", "a.png,x;y,train", "b.png,y,val"], {}, r"line 2.*train.task"),
+        (
+            ["file,label,split", "a.png,x;y,train", "b.png,z; y,val"],
+            {},
+            r"line 2.*train.task",
+        ),
+        # The next two CSV files put images of one group into two splits.
+        (
+            ["file,label,group,split", "a.png,x,g,val", "b.png,y,g,", "c.png,x,h,"],
+            {"val_fraction": 0.2},
+            "1 of 2 groups",
+        ),
+        (
+            ["file,label,group,fold", "a.png,x,g,0", "b.png,y,g,1", "c.png,y,h,1"],
+            {"fold": 0},
+            "1 of 2 groups.*g",
+        ),
+        ([""], {}, "empty"),
+        # Rows with more values than columns.
+        (["file,label", "a.png,x", "b,1.png,y"], {}, "line 3: 3 values"),
+        (["file,label,,", "a,1.png,x"], {}, "line 2: 3 values"),
+        # Quotation marks that are not closed, or that one of a later row closes.
+        (["file,label", "a.png,x", 'b.png,"y', "c.png,x"], {}, "line 3: "),
+        (["file,label", 'a.png,"x', 'b.png,"y"'], {}, "line 2: "),
+        (["file,label", "", 'a.png,"x', 'b.png,y"', "c.png,x"], {}, "line 3: label"),
+        (["file,label", "a.png,x", '"b.png,y', 'c.png",x'], {}, "line 3: file"),
+        (["file,label,note", "a.png,x,", 'b.png,y,"n', "c.png,x,"], {}, "line 3: "),
+        (["file,label", "a.png,x", f'b.png,"{"y" * 140_000}'], {}, "line 3: "),
+        (["file,label", "a.png,x\0"], {}, r"line 2: label: .*x00"),
+        # Headers.
+        (["file,label,split,label ", "a.png,x,,y"], {}, "line 1: .*label"),
+        (["file,file,label", "a.png,b.png,x"], {}, "line 1: .*file"),
+        (["file;label", "a.png;x"], {}, "line 1: .*'file;label'"),
+        (["file\tlabel", "a.png\tx"], {}, r"line 1: .*'file\\tlabel'"),
+    ],
+)
+def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
+    flowers: Path, lines: list[str], settings: dict[str, Any], named: str
+) -> None:
+    path = flowers / "bad.csv"
+    path.write_text("\n".join(lines) + "\n")
+    config = DataConfig(name="csv", root=str(path), **settings)
+
+    def read() -> None:
+        check_data(Config(data=config))
+        build_dataset(config)
+
+    with pytest.raises(ValueError, match=named) as refusal:
+        read()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=digits", "data.val_fraction=0.1"), "data.val_fraction=0.1"),
+        (("data=folder", "data.root=x", "data.test_fraction=0.1"), "data.test_fraction=0.1"),
+        (
+            ("data=folder", "data.root=x", "data.val_fraction=0.6", "data.test_fraction=0.5"),
+            "data.val_fraction=0.6",
+        ),
+        (("data=folder", "data.root=x", "data.fold=1"), "data.fold=1"),
+        (("data=csv", "data.root=x", "data.fold=1", "data.val_fraction=0.2"), "data.fold=1"),
+        (
+            ("data=csv", "data.root=x", "data.fold=1", "data.test_fraction=0.1"),
+            "data.test_fraction=0.1: conflicts with data.fold=1",
+        ),
+        (
+            ("data=folder", "data.root=x", "data.val_fraction=0.2", "data.group_pattern='('"),
+            "data.group_pattern=(",
+        ),
+    ],
+)
+def test_split_keys_of_data_are_refused_when_they_conflict_or_have_no_effect(
+    words: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved(*words)
+    assert str(refusal.value).startswith(key)
+
+
+@pytest.mark.parametrize(
+    "lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]]
+)
+def test_csv_label_with_a_semicolon_is_one_class_unless_a_part_is_in_another_label(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("\n".join(["file,label,split", *lines]))
+    assert build_dataset(DataConfig(name="csv", root=str(path))).target_names == [
+        "salt; pepper",
+        "sugar",
+    ]
+
+
+def test_csv_rows_keep_their_values_in_common_dialects(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbf\r\nfile, label,note,note,\r\na.png,"x, y","one\r\ntwo",,\r\n\r\n'
+        b'b.png, "say ""z""",,1,,,\r\nc.png, 12" pipe \r\n'
+    )
+    rows = [(row.line, row.file.name, row.labels) for row in read_rows(path, several=False)]
+    assert rows == [(3, "a.png", ["x, y"]), (6, "b.png", ['say "z"']), (7, "c.png", ['12" pipe'])]
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_refused"),
+    [
+        (["tea|milk", "milk", "tea"], True),
+        (["tea, milk", "milk, sugar"], True),
+        (["tea/milk", "milk"], True),
+        (["tea+milk", "milk"], True),
+        (["tea\uff1bmilk", "milk"], True),
+        (["tea milk", "milk", "tea", "tea sugar", "milk sugar", "sugar"], True),
+        (["tea_milk", "milk", "tea"], True),
+        (["['tea', 'milk']", "['milk']", "[]"], True),
+        (["New York", "New Delhi", ""], False),
+        (["white oak", "red oak", "oak", ""], False),
+        (["salt, pepper", "sugar", ""], False),
+        (["tea|milk", "tea;sugar", "tea"], False),
+    ],
+)
+def test_multilabel_csv_is_refused_if_another_character_than_semicolon_separates_labels(
+    flowers: Path, labels: list[str], is_refused: bool
+) -> None:
+    # Each label has an image in train and an image in val.
+    rows = rows_of(
+        flowers,
+        label=lambda number: labels[number // 2 % len(labels)],
+        split=lambda number: ("train", "val")[number % 2],
+    )
+    data = DataConfig(name="csv", root=str(write_csv(flowers / "separators.csv", rows)))
+    config = Config(data=data, train=TrainConfig(task="multilabel"))
+    if is_refused:
+        with pytest.raises(ValueError, match=r"line 2: .*; write ;"):
+            check_data(config)
+    else:
+        check_data(config)
+    check_data(config, evaluated="val")
+
+
+def test_labels_and_headers_in_nfc_and_nfd_are_equal(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "thé") for form in ("NFC", "NFD"))
+    path = tmp_path / "labels.csv"
+    path.write_text(
+        f"file,label,{decomposed}\na.png,{decomposed},1\nb.png,{composed},2\nc.png,tea,3\n"
+    )
+    labels = [row.labels for row in read_rows(path, several=False)]
+    assert labels == [[composed], [composed], ["tea"]]
+    numbers = [row.labels for row in read_rows(path, several=False, columns=[composed])]
+    assert numbers == [["1"], ["2"], ["3"]]
+    # Runs may have names of classes in NFD, for example those of folders.
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.5)
+    dataset = build_dataset(config, trained_names=["tea", decomposed])
+    assert dataset.target_names == ["tea", decomposed]
+    files = [*files_of(dataset.train), *files_of(dataset.val)]
+    assert {file.name: label for file, label in files} == {"a.png": 1, "b.png": 1, "c.png": 0}
+
+
+def test_similar_names_groups_names_that_probably_mean_the_same_class() -> None:
+    assert similar_names(["daisy", "rose", "rose bush", "1", "-1", "10"]) == ""
+    for pair in (
+        ("Rose", "rose"),
+        ("rose bush", "rose  bush"),
+        ("rose", "rose\u200b"),
+        ("\uff21", "A"),
+        ("7", "7.0"),
+        ("07", "7"),
+    ):
+        assert " and ".join(map(repr, pair)) in similar_names(["daisy", *pair, "tulip"])
+
+
+@pytest.mark.parametrize("in_csv", ["NFC", "NFD"])
+def test_csv_lists_images_in_another_unicode_form_than_the_disk(
+    flowers: Path, tmp_path: Path, in_csv: Literal["NFC", "NFD"]
+) -> None:
+    """The folder has a name in NFC, and the images have names in NFD."""
+    folder = tmp_path / unicodedata.normalize("NFC", "é")
+    folder.mkdir()
+    rows = []
+    for number, image in enumerate(sorted(flowers.glob("*/*.png"))[::3]):
+        name = f"ü{number}.png"
+        os.link(image, folder / unicodedata.normalize("NFD", name))
+        file = unicodedata.normalize(in_csv, f"é/{name}")
+        rows.append(
+            {"file": file, "label": image.parent.name, "split": ("train", "val")[number % 2]}
+        )
+    path = write_csv(tmp_path / "labels.csv", rows)
+    config = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=config))
+    dataset = build_dataset(config)
+    assert len(dataset.train) + len(dataset.val) == 12
+    assert dataset.val[0][0].shape == (3, 16, 16)
+    # Both forms of a path are one file.
+    other: Literal["NFC", "NFD"] = "NFD" if in_csv == "NFC" else "NFC"
+    copy = {**rows[0], "file": unicodedata.normalize(other, rows[0]["file"]), "split": "val"}
+    write_csv(path, [*rows, copy])
+    with pytest.raises(ValueError, match="1 file would be in two splits"):
+        check_data(Config(data=config))
+
+
+def test_csv_lists_an_image_whose_name_is_not_utf8(flowers: Path, tmp_path: Path) -> None:
+    names = [os.fsdecode(b"caf\xe9.png"), "tea.png", "milk.png"]
+    try:
+        for name, image in zip(names, sorted(flowers.glob("*/*.png")), strict=False):
+            os.link(image, tmp_path / name)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    path = tmp_path / "labels.csv"
+    path.write_bytes(b"file,label,split\ncaf\xe9.png,x,train\ntea.png,y,train\nmilk.png,y,val\n")
+    config = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=config))
+    files = [file for file, _ in files_of(build_dataset(config).train)]
+    assert [os.fsencode(file.name) for file in files] == [b"caf\xe9.png", b"tea.png"]
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(ValueError, match=r"line 2: .*UTF-8"):
+        check_data(Config(data=config))
+
+
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ("age", ["age"]),
+        (1999, ["1999"]),
+        ([1999, "age"], ["1999", "age"]),
+        ([False], ["false"]),
+        ([0.5], ["0.5"]),
+        (None, ["label"]),
+    ],
+)
+def test_targets_of_a_csv_are_read_as_text(flowers: Path, given: Any, columns: list[str]) -> None:
+    rows = rows_of(
+        flowers, **{name: lambda number: number for name in ("age", "1999", "false", "0.5")}
+    )
+    path = write_csv(flowers / "numbers.csv", [{**row, "label": 1} for row in rows])
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
+    check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+    dataset = build_dataset(config, target="numbers")
+    assert dataset.target_names == columns
+    assert len(dataset.train[0][1]) == len(columns)
+    assert training_size(config) == len(dataset.train)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [("weight", "line 1: no column weight"), ([1999], "1999"), (["age", "age"], "age,age")],
+)
+def test_targets_that_a_csv_does_not_have_or_that_repeat_are_refused(
+    tmp_path: Path, given: Any, named: str
+) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("file,age\na.png,1\n")
+    config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
+    with pytest.raises(ValueError, match=named):
+        check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel"])
+def test_csv_notes_files_that_have_several_lines_with_different_labels(
+    flowers: Path, task: str
+) -> None:
+    rows = rows_of(flowers, split=lambda number: "val" if number % 7 == 0 else "train")
+    path, target = write_csv(flowers / "long.csv", rows), Task.find(task).target
+    config = DataConfig(name="csv", root=str(path))
+    assert build_dataset(config, target=target).notes(target) == []
+    labels = {row["label"] for row in rows}
+    trained = [row for row in rows if row["split"] == "train"]
+    same, other = trained[0], trained[1] | {"label": min(labels - {trained[1]["label"]})}
+    write_csv(path, [*rows, same, other])
+    (note,) = build_dataset(config, target=target).notes(target)
+    assert note.startswith("1 file") and str(other["file"]) in note
+
+
+def test_class_names_of_a_dataset_that_are_not_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Digits, "target_names", ["zero", 1, 2.5])
+    with pytest.raises(ValueError, match=r"^data\.name=digits: .*1, 2\.5.*str\(\)"):
+        build_dataset(DataConfig(name="digits", image_size=8))
+
+
+def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:
+    rows = rows_of(flowers)
+    scratched = [{**row, "label": "scratch" if row["label"] == "rose" else ""} for row in rows]
+    config = DataConfig(
+        name="csv", root=str(write_csv(flowers / "one.csv", scratched)), val_fraction=0.3
+    )
+    train = TrainConfig(task="multilabel")
+    check_data(Config(data=config, train=train))
+    dataset = build_dataset(config, target="labels")
+    assert dataset.target_names == ["scratch"]
+    assert {label for _, label in files_of(dataset.train)} == {(0.0,), (1.0,)}
+    # A test set may consist of images that all have the label.
+    write_csv(Path(str(config.root)), [{**row, "label": "scratch"} for row in rows])
+    assert build_dataset(config, ["scratch"], "labels").target_names == ["scratch"]
+    with pytest.raises(ValueError, match="1 label in 36 lines"):
+        check_data(Config(data=config, train=train))
+
+
+def test_csv_with_one_label_and_a_test_split_only_is_refused_in_training_alone(
+    flowers: Path,
+) -> None:
+    rows = [{**row, "label": "rose", "split": "test"} for row in rows_of(flowers)]
+    config = DataConfig(name="csv", root=str(write_csv(flowers / "test.csv", rows)))
+    CsvDataset.check(config, "test")
+    with pytest.raises(ValueError, match="1 label in 36 lines"):
+        CsvDataset.check(config)
+
+
+def test_csv_that_is_not_utf8_is_refused_with_key_file_and_fix(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_bytes("file,label\na.png,caf\xe9\nb.png,tea\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="UTF-8") as refusal:
+        check_data(Config(data=DataConfig(name="csv", root=str(path), val_fraction=0.2)))
+    assert str(refusal.value).startswith(f"data.root={path}: ")
+    assert not isinstance(refusal.value, UnicodeDecodeError)
+
+
+def test_empty_csv_label_is_refused_before_a_run_unless_the_task_is_multilabel(
+    flowers: Path,
+) -> None:
+    path = flowers / "empty_label.csv"
+    path.write_text(
+        "file,label,split\ndaisy/p0_0.png,x,train\nrose/p0_0.png,,train\ntulip/p0_0.png,y;x,train\n"
+        "tulip/p0_1.png,y,val\n"
+    )
+    data = DataConfig(name="csv", root=str(path))
+    check_data(Config(data=data, train=TrainConfig(task="multilabel")))
+    assert training_size(data) == 3
+    with pytest.raises(ValueError, match="line 3") as refusal:
+        check_data(Config(data=data))
+    assert "train.task" in str(refusal.value)
+
+
+def test_csv_with_a_group_in_two_splits_is_refused_for_training_but_not_for_evaluation(
+    flowers: Path,
+) -> None:
+    rows = rows_of(
+        flowers,
+        group=lambda number: f"p{number // 2}",
+        split=lambda number: ("train", "val")[number % 2],
+    )
+    config = Config(data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows))))
+    check_data(config, evaluated="val")
+    with pytest.raises(ValueError, match="18 of 18 groups"):
+        check_data(config)
+
+
+@pytest.mark.parametrize("spelling", ["{}", "./{}", "daisy/../{}"])
+def test_csv_with_a_file_in_two_splits_is_refused_for_training_but_not_for_evaluation(
+    flowers: Path, spelling: str
+) -> None:
+    rows = rows_of(flowers, split=lambda number: ("train", "val")[number % 2])
+    copies = [
+        {**row, "file": spelling.format(row["file"]), "split": "val"}
+        for row in rows
+        if row["split"] == "train"
+    ]
+    config = Config(
+        data=DataConfig(name="csv", root=str(write_csv(flowers / "leak.csv", rows + copies[:3])))
+    )
+    check_data(config, evaluated="val")
+    with pytest.raises(ValueError, match="3 files would be in two splits"):
+        check_data(config)
+
+
+def test_fold_numbers_that_pandas_wrote_as_floats_are_read_as_integers(flowers: Path) -> None:
+    rows = rows_of(flowers, fold=lambda number: float(number % 11))
+    path = write_csv(flowers / "float_folds.csv", rows)
+    dataset = build_dataset(DataConfig(name="csv", root=str(path), fold=10))
+    assert names_of(dataset.val) == {row["file"] for row in rows if row["fold"] == 10}
+
+
+folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(
+    lambda name: name.strip() and set(name) != {"."}
+)
+
+
+@given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
+def test_normalizing_csv_paths_does_not_change_the_split_of_a_path_that_is_already_normal(
+    parts: list[str], above: str
+) -> None:
+    """The split of an image is computed from its path relative to the CSV file. Earlier versions
+    did not normalize this path.
+    """
+    file = above + "/".join(parts)
+    folder = Path("/data/flowers")
+    assert path_key(file, str(folder)) == (folder / file).relative_to(folder).as_posix()
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("a/../b.jpg", "b.jpg"),
+        ("./b.jpg", "b.jpg"),
+        ("x//b.jpg", "x/b.jpg"),
+        ("/data/flowers/x/b.jpg", "x/b.jpg"),
+        ("../flowers/x/b.jpg", "x/b.jpg"),
+        ("/data/flowers2/b.jpg", "/data/flowers2/b.jpg"),
+        ("/mnt/other/../b.jpg", "/mnt/b.jpg"),
+        ("../b.jpg", "../b.jpg"),
+    ],
+)
+def test_different_spellings_of_a_path_in_a_csv_get_the_same_split(written: str, key: str) -> None:
+    assert path_key(written, "/data/flowers") == key
+
+
+@given(st.text("aé漢ñÅ/", min_size=1), st.floats(0.01, 0.99))
+def test_nfc_and_nfd_unicode_forms_of_a_file_name_get_the_same_split(
+    name: str, fraction: float
+) -> None:
+    forms = [unicodedata.normalize(form, name) for form in ("NFC", "NFD")]
+    data = DataConfig(name="folder", val_fraction=fraction)
+    assert len({split_of(form, data) for form in forms}) == 1
+
+
+def test_csv_files_with_absolute_and_with_relative_paths_give_the_same_splits(
+    flowers: Path, tmp_path: Path
+) -> None:
+    rows = rows_of(flowers)
+    relative = write_csv(flowers / "relative.csv", rows)
+    absolute = write_csv(
+        flowers / "absolute.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
+    )
+    outside = write_csv(
+        tmp_path / "outside.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
+    )
+    splits = []
+    for path in (relative, absolute, outside):
+        data = DataConfig(name="csv", root=str(path), val_fraction=0.4)
+        check_data(Config(data=data))
+        splits.append(names_of(build_dataset(data).val))
+    assert splits[0] == splits[1]
+    assert splits[2]
+
+
+def test_val_fraction_is_refused_when_val_folder_exists(tmp_path: Path) -> None:
+    draw_images(tmp_path / "train")
+    draw_images(tmp_path / "val")
+    with pytest.raises(ValueError, match=r"data\.val_fraction"):
+        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2)))
+
+
+def test_error_has_the_value_of_val_fraction_when_the_val_split_would_be_empty(
+    flowers: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"data\.val_fraction=1e-09"):
+        build_dataset(DataConfig(name="folder", root=str(flowers), val_fraction=1e-9))
+
+
+def test_dataset_fingerprint_ignores_the_split_but_changes_with_the_labels(flowers: Path) -> None:
+    path = write_csv(flowers / "fingerprints.csv", rows_of(flowers, fold=lambda number: number % 3))
+    folds = [build_dataset(DataConfig(name="csv", root=str(path), fold=fold)) for fold in (0, 1)]
+    first, second = (data_fingerprints(dataset) for dataset in folds)
+    assert first["all"] == second["all"]
+    assert first["train"] != second["train"]
+    assert first["val"] != second["val"]
+    other = write_csv(
+        flowers / "other.csv",
+        [{**row, "label": "daisy"} for row in rows_of(flowers)][:20] + rows_of(flowers)[20:],
+    )
+    changed = build_dataset(DataConfig(name="csv", root=str(other), val_fraction=0.3))
+    assert data_fingerprints(changed)["all"] != first["all"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("data", ["folder", "csv"])
+@pytest.mark.slow(seconds=3)
+@pytest.mark.sample(2)
+def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
+    data: str, flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = flowers
+    if data == "csv":
+        root = write_csv(flowers / "all.csv", rows_of(flowers))
+    words = (
+        *SMALL,
+        f"data={data}",
+        f"data.root={root}",
+        "data.val_fraction=0.3",
+        "data.test_fraction=0.2",
+    )
+    single = read_result(
+        run_warm(tmp_path / "single", *words, "parallel=single", "parallel.accelerator=cpu")
+    )
+    ddp = read_result(run_warm(tmp_path / "ddp", *words, "parallel=ddp", "parallel.devices=2"))
+    assert single.val["samples"] == ddp.val["samples"]
+    assert single.val["loss"] == pytest.approx(ddp.val["loss"], rel=1e-4)
+    assert single.test["correct"] == ddp.test["correct"]
+    assert single.data == ddp.data
+    assert single.data.keys() == {"all", "train", "val", "test"}
+    capfd.readouterr()
+    assert entry.main([f"run={tmp_path / 'single'}", "split=test", "data.workers=0"]) == 0
+    assert f'"samples": {single.test["samples"]}' in capfd.readouterr().out
+    assert (
+        "classes      3: daisy, rose, tulip"
+        in (tmp_path / "single" / "logs" / "rank_0.log").read_text()
+    )

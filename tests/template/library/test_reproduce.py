@@ -1,0 +1,249 @@
+"""Test scripts/reproduce.py: a repeated run must be equal bit for bit, or the certificate names
+the differences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts import reproduce as script
+from tests.template.runs import ROOT, run_warm
+from timm_parallel.config.compose import load_config
+from timm_parallel.keys import TrackerConfig
+from timm_parallel.lab import reproduce
+from timm_parallel.lab.code_copy import apply_diff, copy_commit
+from timm_parallel.record.code_diff import CODE_DIFF
+
+# The recorded run has 15 steps and logs a loss every 3 steps. The tests reproduce only the first 9
+# steps.
+STEPS = 9
+Change = Callable[[Path], None]
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def copied_code(repository: Path, commit: str, folder: Path) -> None:
+    """Replace `copy_commit` by a copy of the current code, because this code may not be
+    committed.
+    """
+    for name in ("src", "conf", "timm_parallel"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("tests"))
+    shutil.copy(ROOT / "train.py", folder)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run on two ranks, and return the folder that contains the run and its data."""
+    base = tmp_path_factory.mktemp("recorded")
+    random = np.random.default_rng(0)
+    for number in range(60):
+        path = base / "data" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(path)
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    settings = (
+        *("data=folder", f"data.root={base / 'data'}", "data.val_fraction=0.2"),
+        *("data.limit_train=null", "data.image_size=32", "data.batch_size=8"),
+    )
+    run = run_warm(
+        base / "run",
+        *settings,
+        "data.workers=0",
+        "parallel=ddp",
+        "parallel.accelerator=cpu",
+        "parallel.devices=2",
+        "train.max_steps=15",
+        "train.epochs=4",
+        "train.log_every=3",
+    )
+    write_environment(run, commit="0123", dirty=False)
+    (run / CODE_DIFF).unlink(missing_ok=True)
+    return base
+
+
+def write_environment(run: Path, **changes: Any) -> None:
+    path = run / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+
+
+@pytest.fixture
+def copy(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the recorded run and its data, so that a test may change the copy. Return the folder
+    of the copy.
+    """
+    monkeypatch.setattr(reproduce, "copy_commit", copied_code)
+    shutil.copytree(recorded, tmp_path / "copy")
+    edit(tmp_path / "copy/run/config.yaml", str(recorded), str(tmp_path / "copy"))
+    return tmp_path / "copy"
+
+
+def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
+    assert script.main([f"run={base / 'run'}", f"steps={steps}"]) == code
+    text = (base / "run" / "certificate.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow(seconds=9)
+@pytest.mark.processes
+def test_repeated_run_has_equal_losses_and_weights(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The recorded run used a remote MLflow server. The repetition must not be sent there.
+    edit(copy / "run/config.yaml", "tensorboard: true", "mlflow: true")
+    edit(copy / "run/config.yaml", "  uri: null", "  uri: http://localhost:1")
+    found = certificate(copy, 0, steps=50)
+    assert load_config(copy / "run" / "reproduced" / "run").tracker == TrackerConfig()
+    assert (found["steps"], found["losses"], found["equal_losses"]) == (15, 5, 5)
+    assert (found["reproduced"], found["weights_compared"]) == (True, True)
+    assert (found["first_difference"], found["differences"], found["newer_files"]) == (None, {}, [])
+    assert "reproduced: 5 of 5 losses" in capsys.readouterr().out
+
+
+def change_an_image(base: Path) -> None:
+    # Change all images of one class, so that training images are among them. Images of other splits
+    # change no training loss.
+    for path in (base / "data" / "a").iterdir():
+        with Image.open(path) as image:
+            changed = image.copy()
+        changed.putpixel((3, 3), (0, 0, 0))
+        changed.save(path)
+
+
+def change_the_threads(base: Path) -> None:
+    edit(base / "run/config.yaml", "threads_per_device: 1", "threads_per_device: 2")
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
+    copy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    edit(copy / "run/config.yaml", "accelerator: cpu", "accelerator: cuda")
+    edit(copy / "run/config.yaml", "backend: gloo", "backend: nccl")
+    edit(copy / "run/config.yaml", "  devices: 2", "  devices: 64")
+    edit(copy / "run/config.yaml", "batch_size: 8", "batch_size: 64")
+    assert script.main([f"run={copy / 'run'}", f"steps={STEPS}"]) == 2
+    assert "parallel." in capfd.readouterr().err
+    assert not (copy / "run" / "certificate.json").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_reproduction_names_the_first_different_loss_and_the_images_changed_after_the_run(
+    copy: Path,
+) -> None:
+    change_an_image(copy)
+    found = certificate(copy, 3)
+    assert found["first_difference"]["metric"] == "train/loss"
+    assert found["first_difference"]["step"] == 3
+    assert found["differences"] == {}
+    assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow
+def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_threads(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed_code(repository: Path, commit: str, folder: Path) -> None:
+        copied_code(repository, commit, folder)
+        edit(
+            folder / "timm_parallel/runtime/step.py",
+            "return loss.detach()",
+            "return 2 * loss.detach()",
+        )
+
+    monkeypatch.setattr(reproduce, "copy_commit", changed_code)
+    change_the_threads(copy)
+    found = certificate(copy, 3)
+    assert found["first_difference"]["metric"] == "train/loss"
+    was, now = found["first_difference"]["was"], found["first_difference"]["now"]
+    assert now == pytest.approx(2 * was, rel=1e-5)
+    assert (found["losses"], found["equal_losses"]) == (3, 0)
+    assert found["differences"].keys() == {
+        "threads_per_device",
+        "code of timm_parallel/runtime/step.py",
+    }
+    assert found["differences"]["threads_per_device"] == [1, 2]
+
+
+def write_diff(text: str) -> Change:
+    def change(base: Path) -> None:
+        write_environment(base / "run", dirty=True)
+        (base / "run" / CODE_DIFF).write_text(text)
+
+    return change
+
+
+def resume_with_other_settings(base: Path) -> None:
+    path = base / "run" / "result.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    result["segments"][0]["changed"] = {"train.precision": ["fp32", "bf16"]}
+    path.write_text(json.dumps(result))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "steps", "named"),
+    [
+        (lambda base: write_environment(base / "run", commit=None), STEPS, "has no commit"),
+        (lambda base: write_environment(base / "run", dirty=True), STEPS, "code.diff: missing"),
+        (write_diff("diff --git a/x b/x\n+1\ncut: larger\n"), STEPS, "cut as"),
+        (write_diff("cut: larger\n"), STEPS, "cut as"),
+        (write_diff("diff --git a/x b/x\n+token = ***\n"), STEPS, "masked"),
+        (write_diff("diff --git a/x b/x\n--- a/x\n+++ b/x\n"), STEPS, "cannot be restored"),
+        (resume_with_other_settings, STEPS, "resumed with other settings"),
+        (lambda base: None, 2, "steps=2"),
+    ],
+)
+def test_reproducing_a_run_without_complete_code_and_settings_is_refused(
+    copy: Path, capsys: pytest.CaptureFixture[str], change: Change, steps: int, named: str
+) -> None:
+    change(copy)
+    assert script.main([f"run={copy / 'run'}", f"steps={steps}"]) == 2
+    assert named in capsys.readouterr().err
+    assert not (copy / "run" / "certificate.json").exists()
+    assert not (copy / "run" / "reproduced").exists()
+
+
+def test_copied_commit_with_code_diff_applied_is_the_code_that_the_run_used(
+    tmp_path: Path,
+) -> None:
+    def git(*arguments: str) -> str:
+        user = ("-c", "user.name=a", "-c", "user.email=a")
+        command = ["git", "-C", str(tmp_path), *user, *arguments]
+        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+        return done.stdout
+
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("first\n")
+    (tmp_path / "run").mkdir()
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    (tmp_path / "code.py").write_text("second\n")
+    diff, folder = tmp_path / "run" / CODE_DIFF, tmp_path / "run" / "code"
+    diff.write_text("untracked: mine/\n")
+    copy_commit(tmp_path, "HEAD", folder)
+    apply_diff(folder, diff)
+    assert (folder / "code.py").read_text() == "first\n"
+    diff.write_text("untracked: mine/\n" + git("diff", "HEAD"))
+    apply_diff(folder, diff)
+    assert (folder / "code.py").read_text() == "second\n"
+    with pytest.raises(ValueError, match="0123"):
+        copy_commit(tmp_path, "0123", tmp_path / "other")

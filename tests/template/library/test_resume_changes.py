@@ -1,0 +1,837 @@
+"""A run that is resumed with different settings or data must train exactly as the run announces,
+or refuse to start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from src.app import app
+from src.schema import Config, ResolvedConfig
+from src.tasks.classification import Classification
+from src.train.run import train
+from tests.template.runs import parts_of, resolved, start_run, take_steps
+from timm_parallel.config.compose import load_config
+from timm_parallel.config.validate import check_combination, check_values
+from timm_parallel.entry import run_command
+from timm_parallel.keys import leaves
+from timm_parallel.launch import job
+from timm_parallel.launch.job import prepare, record_end
+from timm_parallel.launch.resume import check_resumable
+from timm_parallel.machine import hardware
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.single import Single
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.run import Run
+from timm_parallel.state import checkpoint
+from timm_parallel.state.parts import RunParts
+from timm_parallel.state.progress import Progress
+from timm_parallel.state.restoring import restore_optimizer
+from timm_parallel.state.saving import checkpoint_of, optimizer_state
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
+
+STEPS_PER_EPOCH = 4
+SETTINGS = (
+    *(
+        "data=folder",
+        "data.image_size=16",
+        "data.workers=0",
+        "data.batch_size=6",
+        "data.limit_train=null",
+    ),
+    *(
+        "data.augment.scale=null",
+        "data.augment.hflip=0",
+        "model.kwargs={embed_dim:16,depth:2,num_heads:2,patch_size:8}",
+    ),
+    *(
+        "train.epochs=4",
+        "train.log_every=1",
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "optim.warmup_epochs=0.5",
+    ),
+    *("optim.lr=0.01", "optim.min_lr=1e-4", "checkpoint.keep=50", "print_config=false"),
+)
+
+
+def images(root: Path, classes: dict[str, int]) -> Path:
+    """Write an image folder. `classes` is a dictionary from class name to number of training
+    images. Each class has one validation image.
+    """
+    draw = np.random.default_rng(0)
+    for name, count in classes.items():
+        for split, number in (("train", count), ("val", 1)):
+            (root / split / name).mkdir(parents=True, exist_ok=True)
+            for index in range(number):
+                pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 24 training images in 3 classes, which make 4 steps per epoch."""
+    return images(tmp_path_factory.mktemp("data") / "images", {"ant": 8, "bee": 8, "cat": 8})
+
+
+@cache
+def composed(root: Path, *overrides: str) -> ResolvedConfig:
+    return resolved(*SETTINGS, f"data.root={root}", *overrides)
+
+
+def config_of(root: Path, *overrides: str) -> ResolvedConfig:
+    return copy.deepcopy(composed(root, *overrides))
+
+
+def step(parts: RunParts, count: int = 1) -> None:
+    """Train the given number of steps without evaluation, also across the end of an epoch."""
+    progress = parts.progress
+    until = progress.step + count
+    while progress.step < until:
+        first = progress.step_in_epoch * parts.config.train.accumulate
+        batches = parts.train_loader.epoch(progress.epoch, first)
+        for _ in take_steps(parts, batches, until - progress.step):
+            pass
+        if progress.step_in_epoch == parts.steps_per_epoch:
+            progress.end_epoch(is_whole=True)
+
+
+Folders = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Return a function that trains a run, stops it after the given step, and returns the run
+    folder. The function trains each combination of step and overrides once.
+    """
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def at(at_step: int, *overrides: str) -> Path:
+        if (at_step, *overrides) not in made:
+            folder = tmp_path_factory.mktemp("stopped")
+            config = config_of(data, *overrides)
+            prepare(config, folder)
+            run = start_run(config, folder)
+            step(run.parts, at_step)
+            save(run)
+            record_end(config, folder, "interrupted", "stopped")
+            made[at_step, *overrides] = folder
+        return made[at_step, *overrides]
+
+    return at
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint as a run does after a step."""
+    contents = checkpoint_of(run.parts, run.segments)
+    folder = run.folder / "checkpoints"
+    checkpoint.save(folder, contents, run.parts.progress.step, keep=50, is_best=False)
+
+
+def contents_of(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+def reference(config: ResolvedConfig, contents: dict[str, Any]) -> RunParts:
+    """Build a new run of `config`. Copy the weights, the optimizer state and the progress from
+    the checkpoint into this run, without the code of a resume.
+    """
+    run = parts_of(config)
+    state = run.state
+    state.model.load_state_dict(contents["model"])
+    if state.ema is not None:
+        state.ema.load_state_dict(contents["averages"].get("ema", contents["model"]))
+    state.progress = Progress(**contents["progress"])
+    [phase] = state.phases
+    optimizer, saved = phase.optimizer, contents["phases"]["train"]["optimizer"]
+    if saved["kind"] == type(optimizer).__name__:
+        for name, parameter in state.model.named_parameters():
+            optimizer.state[parameter] = copy.deepcopy(saved["state"][name])
+        if "step" in saved["param_groups"][0]:
+            for group in optimizer.param_groups:
+                group["step"] = copy.deepcopy(saved["param_groups"][0]["step"])
+    phase.learning.schedule.step_update(
+        state.progress.epoch * run.steps_per_epoch + state.progress.step_in_epoch
+    )
+    if run.mixing is not None:
+        run.mixing.batch = state.progress.step * config.train.accumulate
+    return run
+
+
+def groups_of(parts: RunParts) -> list[dict[str, Any]]:
+    """Return the hyper-parameters of each parameter group of the optimizer, with the names of
+    the parameters in the group.
+    """
+    names = {id(parameter): name for name, parameter in parts.state.model.named_parameters()}
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": [names[id(p)] for p in group["params"]],
+        }
+        for group in parts.state.phases[0].optimizer.param_groups
+    ]
+
+
+def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> None:
+    """Check that two runs have equal parameter groups now and after each of the next steps, and
+    equal weights after the last step.
+    """
+    assert groups_of(parts) == groups_of(expected)
+    for _ in range(steps):
+        step(parts)
+        step(expected)
+        assert groups_of(parts) == groups_of(expected)
+    for name, tensor in expected.state.model.state_dict().items():
+        assert torch.equal(parts.state.model.state_dict()[name], tensor), name
+
+
+# The next tests resume a run with changed settings of the optimizer.
+
+OPTIM: dict[str, tuple[str, ...]] = {
+    "opt": ("optim.opt=lamb",),
+    "lr": ("optim.lr=0.002",),
+    "weight_decay": ("optim.weight_decay=5.0",),
+    "momentum": ("optim.momentum=0.5",),
+    "layer_decay": ("optim.layer_decay=0.5",),
+    "head_lr_scale": ("optim.head_lr_scale=5",),
+    "clip_grad": ("optim.clip_grad=0.01",),
+    "clip_mode": ("optim.clip_grad=0.01", "optim.clip_mode=agc"),
+    "kwargs": ("+optim.kwargs.betas=[0.5,0.6]", "+optim.kwargs.eps=1e-4"),
+    "lr_rule": ("optim.lr_rule=linear",),
+    "lr_base_batch": ("optim.lr_rule=sqrt", "optim.lr_base_batch=3"),
+    "sched": ("optim.sched=tanh",),
+    "sched_kwargs": ("+optim.sched_kwargs.cycle_limit=2",),
+    "warmup_epochs": ("optim.warmup_epochs=2",),
+    "warmup_lr": ("optim.warmup_epochs=3", "optim.warmup_lr=0.005"),
+    "warmup_prefix": ("optim.warmup_epochs=1", "optim.warmup_prefix=false"),
+    "min_lr": ("optim.min_lr=0.004",),
+    "cooldown_epochs": ("optim.cooldown_epochs=1",),
+    "decay_epochs": ("optim.sched=step", "optim.decay_epochs=1"),
+    "decay_milestones": ("optim.sched=multistep", "optim.decay_milestones=[1,2]"),
+    "decay_rate": ("optim.sched=step", "optim.decay_epochs=1", "optim.decay_rate=0.5"),
+    "of": ("+optim.of.train.lr=0.002",),
+}
+
+
+@pytest.mark.slow(seconds=11)
+@pytest.mark.nightly
+def test_resume_with_a_changed_optim_key_trains_like_a_new_run_from_the_checkpoint(
+    stopped: Folders, data: Path, tmp_path: Path
+) -> None:
+    names = {
+        key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")
+    }
+    assert names == set(OPTIM), "a key of OptimConfig has no row in the table"
+    # Dictionary from overrides to the weights after one step with unchanged settings. A changed
+    # setting must give other weights.
+    unchanged: dict[tuple[str, ...], list[Any]] = {}
+    for name, overrides in OPTIM.items():
+        base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
+        folder = stopped(5, *base)
+        config = config_of(data, *base, *overrides)
+        parts = start_run(config, folder).parts
+        expected = reference(config, contents_of(folder))
+        assert_trains_as(parts, expected, steps=1)
+        if base not in unchanged:
+            as_before = reference(config_of(data, *base), contents_of(folder))
+            step(as_before)
+            unchanged[base] = list(as_before.state.model.parameters())
+        same = all(map(torch.equal, parts.state.model.parameters(), unchanged[base]))
+        has_no_effect_here = name in ("cooldown_epochs", "warmup_epochs") and same
+        assert not same or has_no_effect_here, f"{name}: the change has no effect"
+
+
+@pytest.mark.parametrize("opt", ["adan", pytest.param("lamb", marks=pytest.mark.nightly)])
+@pytest.mark.slow(seconds=1)
+def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan(
+    stopped: Folders, data: Path, tmp_path: Path, opt: str
+) -> None:
+    folder = stopped(5, f"optim.opt={opt}")
+    config = config_of(data, f"optim.opt={opt}", "optim.layer_decay=0.5", "optim.weight_decay=0.5")
+    parts = start_run(config, folder).parts
+    groups = parts.state.phases[0].optimizer.param_groups
+    assert {int(group["step"]) for group in groups} == {5}
+    assert_trains_as(parts, reference(config, contents_of(folder)), steps=8)
+
+
+@pytest.mark.slow(seconds=2)
+def test_resume_with_a_different_optimizer_discards_the_optimizer_state_and_logs_the_change(
+    stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, config = stopped(5), config_of(data, "optim=sgd")
+    with pytest.raises(ValueError, match=r"optim\.opt=momentum"):
+        check_resumable(config, folder)
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        parts = start_run(config, folder).parts
+    assert any("AdamW -> SGD" in line for line in caplog.messages)
+    assert not parts.state.phases[0].optimizer.state
+    assert_trains_as(parts, reference(config, contents_of(folder)))
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
+    stopped: Folders, data: Path
+) -> None:
+    with pytest.raises(ValueError, match="max_exp_avg_sq"):
+        start_run(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Optimizer that computes the loss again in each step."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
+def test_resume_restores_an_optimizer_whose_step_needs_a_closure() -> None:
+    saved_model, model = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    saved, optimizer = (
+        NeedsClosure(of.parameters(), lr=0.1, momentum=0.9) for of in (saved_model, model)
+    )
+    saved_model(torch.ones(1, 3)).sum().backward()
+    saved.step(lambda: 0.0)
+    single = Single(resolved("parallel=single").parallel, Ranks())
+    restore_optimizer(optimizer, model, optimizer_state(saved, saved_model), single)
+    buffers = [of.state[of.param_groups[0]["params"][0]] for of in (saved, optimizer)]
+    assert torch.equal(*(buffer["momentum_buffer"] for buffer in buffers))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        # The checkpoint is at step 5, in the second epoch of 4 steps.
+        ("train.epochs=1", True),
+        ("train.epochs=2", False),
+        ("train.max_steps=4", True),
+        ("train.max_steps=5", False),
+    ],
+)
+def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reached(
+    stopped: Folders, data: Path, change: str, is_refused: bool
+) -> None:
+    config = config_of(data, change)
+    if is_refused:
+        with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
+            start_run(config, stopped(5))
+    else:
+        assert start_run(config, stopped(5)).parts.total_steps in (5, 8)
+
+
+# The next tests resume a run with changed training images.
+
+
+def changed_data(data: Path, to: Path, change: str) -> Path:
+    """Copy the image folder, and apply the named change to the copy."""
+    shutil.copytree(data, to)
+    train = to / "train"
+    if change == "remove":
+        for name in ("ant", "bee", "cat"):
+            for index in range(3):
+                (train / name / f"{index}.png").unlink()
+    elif change == "replace":
+        (train / "ant" / "0.png").rename(train / "ant" / "9.png")
+    elif change == "add":
+        shutil.copyfile(train / "bee" / "0.png", train / "bee" / "new.png")
+    elif change == "rename":
+        for split in ("train", "val"):
+            (to / split / "cat").rename(to / split / "aardvark")
+    else:
+        assert change == "move"
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "at_step", "outcome"),
+    [
+        ("remove", 5, "mid-epoch.*images: 24 -> 15.*steps_per_epoch: 4 -> 2"),
+        ("replace", 5, "mid-epoch.*listing"),
+        ("add", 5, "mid-epoch.*images: 24 -> 25"),
+        ("rename", 5, "in the checkpoint: cat; only in the data: aardvark"),
+        ("rename", 4, "in the checkpoint: cat; only in the data: aardvark"),
+        ("remove", 4, None),
+        ("replace", 4, None),
+        ("move", 5, None),
+    ],
+)
+@pytest.mark.slow(seconds=1)
+def test_resume_accepts_changed_data_only_at_the_start_of_an_epoch(
+    stopped: Folders,
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+    at_step: int,
+    outcome: str | None,
+) -> None:
+    config = config_of(changed_data(data, tmp_path / "other", change))
+    if outcome is not None:
+        with pytest.raises(ValueError, match=outcome):
+            start_run(config, stopped(at_step))
+        return
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        parts = start_run(config, stopped(at_step)).parts
+    announced = [line for line in caplog.messages if line.startswith("resume: training data")]
+    assert len(announced) == (change != "move")
+    assert_trains_as(parts, reference(config, contents_of(stopped(at_step))))
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_with_fewer_images_trains_all_remaining_epochs_of_the_schedule(
+    stopped: Folders, data: Path, tmp_path: Path
+) -> None:
+    """The run has trained 12 steps in 3 epochs of 4 steps. With fewer images an epoch has 2
+    steps, so the whole schedule of 4 epochs has only 8 steps.
+    """
+    config = config_of(changed_data(data, tmp_path / "other", "remove"))
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(12), folder)
+    run = start_run(config, folder)
+    with run.training() as training:
+        train(training)
+    result = read_result(folder)
+    assert (result.status, result.steps, result.epochs) == ("done", 14, 4.0)
+    lines = [line for line in read_lines(folder / "metrics.jsonl") if "lr" in line]
+    assert [line["step"] for line in lines] == [13, 14] and lines[0]["lr"] > lines[1][
+        "lr"
+    ] > config.optim.min_lr
+
+
+def test_run_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
+    stopped: Folders, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped(5), tmp_path / "run")
+    run = start_run(config_of(data), tmp_path / "run")
+    run.parts.progress.step_in_epoch = 9
+    with (
+        pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"),
+        run.training() as training,
+    ):
+        train(training)
+
+
+@pytest.mark.slow(seconds=3)
+def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_false(
+    stopped: Folders, data: Path
+) -> None:
+    for override in (
+        "data.batch_size=12",
+        "seed=7",
+        "data.limit_train=18",
+        "train.accumulate=2",
+        "data.balance=1",
+    ):
+        with pytest.raises(ValueError, match="mid-epoch"):
+            start_run(config_of(data, override, "resume_strict=false"), stopped(5))
+    start_run(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
+
+
+# The next test resumes a run with another checkpoint.metric.
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
+    stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped(4), folder)
+    first = start_run(config_of(data), folder)
+    first.parts.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
+    first.parts.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
+    save(first)
+    same = start_run(config_of(data), folder).parts.progress
+    assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        other = start_run(
+            config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder
+        ).parts.progress
+    assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
+    assert sum("best.pt" in line for line in caplog.messages) == 1
+    assert [
+        other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", Classification.metrics)
+        for loss in (1.4, 1.3, 1.5)
+    ] == [
+        True,
+        True,
+        False,
+    ]
+
+
+# The next tests check what a resumed run records about its changes.
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=7)
+def test_result_json_records_the_first_step_and_the_changed_keys_of_every_resume(
+    data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    steps = [
+        (3, ()),
+        (6, ("optim.weight_decay=0.5",)),
+        (9, ("optim.lr=0.02", "optim.clip_grad=1.5")),
+    ]
+    started = []
+    folder.mkdir()
+    for last, overrides in steps:
+        config = config_of(data, f"train.max_steps={last}", *overrides)
+        prepare(config, folder)
+        ended = warm_ranks(config, folder)
+        assert not ended.exit_codes, (folder / "console.txt").read_text()
+        started.append(read_result(folder).started)
+    result = read_result(folder)
+    assert [segment["first_step"] for segment in result.segments] == [0, 3, 6]
+    changed = [segment["changed"] for segment in result.segments]
+    assert changed[0] == {}
+    assert changed[1] == {"train.max_steps": [3, 6], "optim.weight_decay": [0.05, 0.5]}
+    assert changed[2] == {
+        "train.max_steps": [6, 9],
+        "optim.weight_decay": [0.5, 0.05],
+        "optim.lr": [0.01, 0.02],
+        "optim.clip_grad": [None, 1.5],
+    }
+    assert len(set(started)) == 1 and result.started == result.segments[0]["started"]
+    assert all(segment["command"] and segment["devices"] == 1 for segment in result.segments)
+    log = (folder / "logs" / "rank_0.log").read_text()
+    for place in (log, (folder / "console.txt").read_text()):
+        assert place.count("resume: optim.weight_decay: 0.05 -> 0.5") == 1
+        assert place.count("resume: optim.lr: 0.01 -> 0.02") == 1
+        assert place.count("resume: optim.clip_grad: null -> 1.5") == 1
+    header = [
+        line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")
+    ]
+    assert [line.split(":")[0] for line in header[1:]] == [f"# step {first}" for first in (0, 3, 6)]
+    assert load_config(folder).optim.lr == 0.02
+    record_end(load_config(folder), folder, "interrupted", "stopped")
+    assert read_result(folder).segments == json.loads(json.dumps(result.segments)), (
+        "the segments of an interrupted run differ"
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
+)
+@pytest.mark.slow(seconds=6)
+@pytest.mark.sample(2)
+def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
+) -> None:
+    """Call the main function of train.py. The ranks are forked from a warm server, which saves
+    the time of their imports.
+    """
+    monkeypatch.setattr(job, "run_ranks", warm_ranks)
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    root, folder = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(data, root)
+
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        return run_command(app)
+
+    def records() -> dict[Path, bytes]:
+        return {
+            path: path.read_bytes()
+            for path in folder.rglob("*")
+            if path.suffix in (".yaml", ".pt", ".json")
+        }
+
+    overrides = (
+        *SETTINGS,
+        "model=tiny",
+        f"data.root={root}",
+        "parallel.threads_per_device=1",
+        *spread,
+    )
+    overrides = tuple({text.partition("=")[0]: text for text in overrides}.values())
+    assert main(*overrides, f"hydra.run.dir={folder}", "train.max_steps=4") == 0
+    before, more = records(), "train.max_steps=6"
+    assert main(f"resume={folder}", "optim=sgd", more) == 2
+    assert records() == before
+    (root / "train" / "cat").rename(root / "train" / "aardvark")
+    assert main(f"resume={folder}", more) == 2
+    (root / "train" / "aardvark").rename(root / "train" / "cat")
+    failures = [path for path in records() if path.name.startswith("failure_")]
+    assert {path: text for path, text in records().items() if path not in failures} == before
+    assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
+    groups = contents_of(folder)["phases"]["train"]["optimizer"]["param_groups"]
+    assert len({group["lr_scale"] for group in groups}) == 4
+    assert read_result(folder).segments[-1]["changed"]["optim.layer_decay"] == [None, 0.5]
+    assert (
+        main(
+            f"resume={folder}",
+            "train.max_steps=8",
+            "optim=sgd",
+            "optim.layer_decay=null",
+            "resume_strict=false",
+        )
+        == 0
+    )
+    assert contents_of(folder)["phases"]["train"]["optimizer"]["kind"] == "SGD"
+    assert "AdamW -> SGD" in (folder / "logs" / "rank_0.log").read_text()
+    assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
+
+
+# The next tests resume runs with random changes of settings and data.
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "seed": (7,),
+    "resume_strict": (True, False),
+    "model.ema.decay": (0.9,),
+    "model.ema.warmup": (False,),
+    "model.kwargs": (
+        {"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 8, "drop_rate": 0.5},
+        {"depth": 1},
+    ),
+    "model.grad_checkpointing": (True,),
+    "model.channels_last": (True,),
+    "data.batch_size": (3, 12),
+    "data.image_size": (24,),
+    "data.limit_train": (18, 24),
+    "data.augment.scale": ([0.5, 1.0],),
+    "data.augment.hflip": (0.5,),
+    "data.augment.mixup": (0.2,),
+    "data.augment.aug_repeats": (2,),
+    "data.augment.aa": ("rand-m5-mstd0.5",),
+    "data.augment.crop_padding": (2,),
+    "data.mean": ([0.3, 0.4, 0.5],),
+    "data.std": ([0.2, 0.2, 0.3],),
+    "data.on_error": ("skip",),
+    "optim.opt": ("momentum", "lamb", "lion", "rmsprop"),
+    "optim.lr": (0.001, 0.1),
+    "optim.weight_decay": (0.0, 0.5),
+    "optim.momentum": (0.5, 0.0),
+    "optim.layer_decay": (0.5, 1.0),
+    "optim.head_lr_scale": (0.1, 5.0),
+    "model.freeze": ("backbone", 1, "blocks"),
+    "data.balance": (0.5, 1.0),
+    "train.class_weights": ("auto", [1.0, 2.0, 3.0]),
+    "optim.clip_grad": (0.1,),
+    "optim.kwargs": ({"eps": 1e-3}, {"betas": [0.5, 0.6]}, {"amsgrad": True}),
+    "optim.lr_rule": ("linear", "sqrt"),
+    "optim.lr_base_batch": (6, 64),
+    "optim.sched": ("constant", "tanh", "poly", "step", "multistep", "wsd", "rsqrt"),
+    "optim.sched_kwargs": ({"cycle_limit": 2},),
+    "optim.warmup_epochs": (0.0, 2.0),
+    "optim.warmup_lr": (0.005,),
+    "optim.warmup_prefix": (False,),
+    "optim.min_lr": (0.002,),
+    "optim.cooldown_epochs": (1.0,),
+    "optim.decay_epochs": (1.0,),
+    "optim.decay_milestones": ([1.0, 2.0],),
+    "optim.decay_rate": (0.5,),
+    "optim.of": ({"train": {"lr": 0.05}},),
+    "train.epochs": (3, 6),
+    "train.precision": ("bf16",),
+    "train.accumulate": (2,),
+    "train.loss": ("bce",),
+    "train.smoothing": (0.1,),
+    "train.log_every": (2,),
+    "train.early_stop": (2,),
+    "checkpoint.metric": ("val/loss", "val/acc_ema"),
+    "checkpoint.every_steps": (2,),
+}
+# The random resume test does not change these keys. Some are keys of the model and data that a
+# resume ignores or refuses. Others concern duration, evaluation or records. Keys of devices are
+# tested in tests/template/library/promises/test_resume.py.
+NOT_DRAWN = (
+    # The arguments depend on train.loss, which is drawn too: huber has `delta`, bce `sum_classes`.
+    "train.loss_kwargs",
+    *(
+        "model.name",
+        "model.pretrained",
+        "model.weights",
+        "model.num_classes",
+        "model.in_chans",
+        "model.compile",
+    ),
+    *(
+        "model.weights_strict",
+        "train.task",
+        "data.val_fraction",
+        "data.test_fraction",
+        "data.group_pattern",
+        "data.fold",
+    ),
+    *(
+        "tracker.",
+        "model.sync_bn",
+        "data.name",
+        "data.root",
+        "data.batch_size_per_device",
+        "data.eval_image_size",
+        "data.crop_pct",
+    ),
+    *(
+        "data.interpolation",
+        "data.workers",
+        "data.max_value",
+        "data.replay_batches",
+        "data.kwargs",
+        "data.augment.ratio",
+        "data.augment.interpolation",
+    ),
+    *(
+        "data.augment.color_jitter",
+        "data.augment.reprob",
+        "data.augment.remode",
+        "data.augment.recount",
+    ),
+    *(
+        "data.augment.cutmix",
+        "data.augment.mixup_",
+        "data.augment.vflip",
+        "data.augment.train_crop_mode",
+    ),
+    *(
+        "data.augment.grayscale_prob",
+        "data.augment.gaussian_blur_prob",
+        "optim.clip_mode",
+        "parallel.",
+        "train.max_steps",
+    ),
+    *(
+        "train.deterministic",
+        "train.loop",
+        "train.evaluate_every",
+        "train.target_loss",
+        "train.bce_target_thresh",
+    ),
+    *(
+        "train.profile_steps",
+        "checkpoint.every_minutes",
+        "checkpoint.keep",
+        "checkpoint.top",
+        "cluster.",
+        "sweep.",
+    ),
+    *("search.", "paths."),
+    *("task_name", "tags", "resume", "optimized_metric", "print_config"),
+)
+
+
+def test_every_config_key_is_either_changed_by_the_random_resume_test_or_excluded() -> None:
+    known = {key for key, _, _ in leaves(Config())}
+    assert set(VALUES) <= known
+    assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
+
+
+# Draw keys of the optimizer and of checkpoints more often, because a resume may change them. Most
+# other keys end the random example early, because the resume is refused.
+OFTEN = sorted(
+    key for key in VALUES if key.startswith(("optim.", "checkpoint.")) and key != "optim.opt"
+)
+CHANGES = st.dictionaries(
+    st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4
+)
+DATA = st.sampled_from(
+    ["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"]
+)
+
+
+@pytest.fixture(scope="module")
+def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write changed copies of the data. Return a dictionary from change to image folder."""
+    base = tmp_path_factory.mktemp("changed")
+    return {"none": data} | {
+        change: changed_data(data, base / change, change)
+        for change in ("remove", "replace", "add", "rename", "move")
+    }
+
+
+def check_any_change(
+    stopped: Folders,
+    roots: dict[str, Path],
+    scratch: Path,
+    at_step: int,
+    changes: dict[str, int],
+    change: str,
+) -> None:
+    """Check that a resumed run is refused, or trains like a new run with the announced config
+    that starts from the checkpoint.
+    """
+    folder = stopped(at_step)
+    config = config_of(roots["none"])
+    config.data.root = str(roots[change])
+    for key, index in changes.items():
+        section, _, name = key.rpartition(".")
+        place: Any = config
+        for part in filter(None, section.split(".")):
+            place = getattr(place, part)
+        setattr(place, name, VALUES[key][index % len(VALUES[key])])
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(folder, scratch)
+    try:
+        check_values(config)
+        check_combination(config)
+        check_resumable(config, scratch)
+        run = start_run(config, scratch)
+    except ValueError:
+        event("refused")
+        return
+    event("trained")
+    assert_trains_as(run.parts, reference(config, contents_of(folder)))
+    announced = run.segments[-1]["changed"]
+    before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
+    ignored = ("resume", "print_config")
+    assert set(announced) == {
+        key for key in now if before[key] != now[key] and not key.startswith(ignored)
+    }
+
+
+def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
+    """Build a test that calls `check_any_change` with the given number of randomly drawn
+    changes.
+    """
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(at_step=st.sampled_from([4, 5]), changes=CHANGES, change=DATA)
+    def test(
+        stopped: Folders,
+        roots: dict[str, Path],
+        tmp_path_factory: pytest.TempPathFactory,
+        at_step: int,
+        changes: dict[str, int],
+        change: str,
+    ) -> None:
+        check_any_change(
+            stopped,
+            roots,
+            tmp_path_factory.getbasetemp() / f"changes_{examples}",
+            at_step,
+            changes,
+            change,
+        )
+
+    return test
+
+
+test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = (
+    check_many_changes(12, derandomize=True)
+)
+test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.nightly(
+    check_many_changes(300, derandomize=False)
+)

@@ -1,0 +1,675 @@
+"""Samplers must yield the same set of samples for any number of ranks, and no sample twice in an
+evaluation. The sample and the seed must determine the augmentation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from src.data.datasets import Synthetic
+from src.data.transforms import OnImage, train_transform
+from src.schema import AugmentConfig, DataConfig
+from tests.template.runs import resolved, task_of
+from timm_parallel.batch import Batch
+from timm_parallel.data.build import load_dataset
+from timm_parallel.data.dataset import ImageDataset, InMemory
+from timm_parallel.data.erasing import Erasing
+from timm_parallel.data.fractions import batches_per_epoch
+from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.seeds import seed_for
+from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.runtime.replica_checks import check_same_data
+from timm_parallel.task import Targets
+from timm_parallel.testing.configs import plain, train_loader_of
+from timm_parallel.testing.ranks import in_ranks
+
+pytestmark = pytest.mark.portable
+
+# This augmentation draws from the random generators of torch, Python and numpy.
+EVERYTHING = AugmentConfig(
+    scale=[0.3, 1.0], hflip=0.5, color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", reprob=0.5
+)
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """Draw a valid combination of number of samples, global batch, world size, seed and epoch."""
+    world = draw(st.integers(1, 9))
+    batch = world * draw(st.integers(1, 6))
+    return (
+        draw(st.integers(batch, 6 * batch)),
+        batch,
+        world,
+        draw(st.integers(0, 2**40)),
+        draw(st.integers(0, 500)),
+    )
+
+
+def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) -> list[TrainSampler]:
+    made = [TrainSampler(num_samples, batch, rank, world, seed) for rank in range(world)]
+    for sampler in made:
+        sampler.start_at(epoch)
+    return made
+
+
+@given(epochs())
+def test_train_sampler_gives_each_rank_the_same_images_as_torch_distributed_sampler(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    """DistributedSampler adds seed and epoch, so two seeds would share orders of images. The
+    test therefore passes to DistributedSampler the seed that TrainSampler computes from seed
+    and epoch.
+    """
+    num_samples, batch, world, seed, epoch = drawn
+    # DistributedSampler drops images per rank. Use a number of samples that fills all global
+    # batches, so that neither sampler drops any.
+    full = num_samples // batch * batch
+    for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
+        mixed = seed_for(seed, epoch)
+        theirs: DistributedSampler[int] = DistributedSampler(
+            range(full),  # type: ignore[arg-type]
+            world,
+            rank,
+            shuffle=True,
+            seed=mixed,
+            drop_last=True,
+        )
+        assert shard.shard().tolist() == list(theirs)
+
+
+@given(epochs())
+def test_train_sampler_batches_of_all_ranks_together_form_the_global_batch_of_one_rank(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    alone = [
+        index_batch.indices.tolist()
+        for index_batch in samplers(num_samples, batch, 1, seed, epoch)[0]
+    ]
+    each = [list(sampler) for sampler in samplers(num_samples, batch, world, seed, epoch)]
+    assert {len(batches) for batches in each} == {num_samples // batch} == {len(alone)}
+    for step, expected in enumerate(alone):
+        parts = [batches[step] for batches in each]
+        assert {len(part.indices) for part in parts} == {batch // world}
+        assert {part.epoch for part in parts} == {epoch}
+        assert sorted(index for part in parts for index in part.indices.tolist()) == sorted(
+            expected
+        )
+
+
+@given(epochs())
+def test_train_sampler_drops_and_counts_images_of_the_incomplete_last_batch(
+    drawn: tuple[int, int, int, int, int],
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    made = samplers(num_samples, batch, world, seed, epoch)
+    seen = [index for sampler in made for index in sampler.shard().tolist()]
+    assert len(seen) == len(set(seen)) == num_samples - made[0].dropped
+    assert set(seen) <= set(range(num_samples))
+    assert {shard.dropped for shard in made} == {num_samples % batch}
+    assert {shard.batches_per_epoch for shard in made} == {num_samples // batch}
+
+
+def test_train_sampler_order_differs_between_epochs_and_seeds() -> None:
+    """Repeats in a sweep use seeds s, s + 1 and so on. Epoch 1 with seed s must not have the
+    order of epoch 0 with seed s + 1.
+    """
+    for copies in (1, 3):
+        orders = set()
+        for seed in (0, 1, 2, 42):
+            sampler = TrainSampler(50, 10, 0, 1, seed, copies)
+            for epoch in range(5):
+                sampler.start_at(epoch)
+                orders.add(tuple(sampler.shard().tolist()))
+        assert len(orders) == 20
+
+
+def test_train_sampler_refuses_a_global_batch_larger_than_the_training_split() -> None:
+    with pytest.raises(ValueError, match=r"data.batch_size=16: .*\(10 images\)"):
+        TrainSampler(10, 16, 0, 1, 0)
+
+
+@given(epochs(), st.data())
+def test_train_sampler_yields_the_remaining_batches_when_started_within_an_epoch(
+    drawn: tuple[int, int, int, int, int], data: Any
+) -> None:
+    num_samples, batch, world, seed, epoch = drawn
+    first = data.draw(st.integers(0, num_samples // batch))
+    sampler = TrainSampler(num_samples, batch, data.draw(st.integers(0, world - 1)), world, seed)
+    sampler.start_at(epoch)
+    whole = [index_batch.indices.tolist() for index_batch in sampler]
+    sampler.start_at(epoch, first)
+    rest = [index_batch.indices.tolist() for index_batch in sampler]
+    assert rest == whole[first:]
+    assert len(sampler) == len(rest)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 8))
+def test_eval_samplers_of_all_ranks_together_read_every_sample_once(
+    num_samples: int, world: int, batch: int
+) -> None:
+    each = [EvalSampler(num_samples, batch, rank, world) for rank in range(world)]
+    read = [[index_batch.indices.tolist() for index_batch in sampler] for sampler in each]
+    assert sorted(index for batches in read for indices in batches for index in indices) == list(
+        range(num_samples)
+    )
+    assert [len(batches) for batches in read] == [len(sampler) for sampler in each]
+    assert all(
+        0 < len(indices) <= max(1, batch // world) for batches in read for indices in batches
+    )
+    sizes = [sum(map(len, batches)) for batches in read]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_eval_sampler_refuses_a_split_without_images() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        EvalSampler(0, 8, 0, 1)
+
+
+def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> dict[int, Tensor]:
+    """Collect the augmented images of one epoch from all ranks. Return a dictionary from index
+    to image.
+    """
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    assert isinstance(split, InMemory)
+    images_of: dict[int, Tensor] = {}
+    for rank in range(world):
+        transform, erasing = (
+            OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)),
+            Erasing(EVERYTHING.reprob, EVERYTHING.remode, EVERYTHING.recount),
+        )
+        fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
+        sampler = TrainSampler(len(split), 6, rank, world, seed)
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        loader = train_loader_of(fetcher, sampler, prefetcher, num_workers)
+        batches = loader.epoch(epoch)
+        for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
+            assert batch.indices.tolist() == indices
+            assert torch.equal(batch.target, split.labels[indices])
+            images_of.update(zip(indices, batch.image, strict=True))
+    return images_of
+
+
+def _indices(sampler: TrainSampler, epoch: int) -> list[list[int]]:
+    sampler.start_at(epoch)
+    return [index_batch.indices.tolist() for index_batch in sampler]
+
+
+def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
+    return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_augmented_images_are_equal_with_0_1_and_2_loader_workers() -> None:
+    alone = _digests(Ranks(), None, 1, 3, 0)
+    assert len(alone) == 12
+    for num_workers in (1, 2):
+        assert in_ranks(_digests, 1, 1, 3, num_workers) == [alone]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_augmented_images_are_equal_on_1_2_and_3_ranks(world: int) -> None:
+    assert _digests(Ranks(), None, world, 3, 0) == _digests(Ranks(), None, 1, 3, 0)
+
+
+def test_augmented_images_differ_between_epochs_and_seeds() -> None:
+    first = _digests(Ranks(), None, 1, 0, 0)
+    assert _digests(Ranks(), None, 1, 0, 0) == first
+    for other in (_digests(Ranks(), None, 1, 1, 0), _digests(Ranks(), None, 1, 0, 0, 8)):
+        assert sum(other[index] == image for index, image in first.items()) <= 1
+
+
+def test_augmentation_of_an_image_does_not_depend_on_earlier_random_numbers() -> None:
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    fetcher = BatchFetcher(
+        split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
+    )
+    first = fetcher.read(IndexBatch(0, np.array([5])))[0]["image"][0]
+    fetcher.read(IndexBatch(0, np.arange(4)))
+    torch.rand(100)
+    assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0]["image"][1], first)
+
+
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])]
+)
+@pytest.mark.nightly
+def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank_count(
+    num_workers: int,
+) -> None:
+    """With aug_repeats, each copy of an image must get different boxes. There is no transform
+    here, so the images of a batch are rows of one tensor.
+    """
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    erased: list[dict[int, Tensor]] = []
+    for world, epoch in ((1, 0), (3, 0), (1, 1)):
+        images: dict[int, Tensor] = {}
+        for rank in range(world):
+            erasing = Erasing(1.0)
+            fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
+            sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
+            prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+            batches = train_loader_of(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
+            for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
+                images.update(zip(indices, batch.image, strict=True))
+        erased.append(images)
+    first, spread, later = erased
+    assert len(first) == 12 and first.keys() == spread.keys()
+    assert all(torch.equal(spread[index], image) for index, image in first.items())
+    assert all(not torch.equal(first[index], first[index + 12]) for index in first if index < 12)
+    assert any(
+        index in later and not torch.equal(later[index], image) for index, image in first.items()
+    )
+
+
+class Noisy:
+    """Split whose images hold draws of the generators of torch, random and numpy."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        draws = [torch.rand(()).item(), random.random(), np.random.random()]
+        pixels = torch.tensor([255 * draw for draw in draws])
+        return pixels.to(torch.uint8)[:, None, None].expand(3, 4, 4), index
+
+
+def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int) -> dict[int, Any]:
+    """Read an epoch of Noisy on `world` ranks. Return a dictionary from index to pixels."""
+    pixels: dict[int, Any] = {}
+    for rank in range(world):
+        fetcher = BatchFetcher(Noisy(), Targets(), None, 7)
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        sampler = TrainSampler(12, 6, rank, world, 7)
+        loader = train_loader_of(fetcher, sampler, prefetcher, workers)
+        for batch in loader.epoch(epoch):
+            drawn = batch.image[:, :, 0, 0].tolist()
+            pixels |= dict(zip(batch.target.tolist(), drawn, strict=True))
+    return pixels
+
+
+def test_draws_inside_a_split_depend_on_seed_epoch_and_index_only() -> None:
+    """An own dataset may draw random numbers in __getitem__, for example to choose a frame."""
+    alone = noisy_images(Ranks(), None, 1, 0, 0)
+    assert len({tuple(drawn) for drawn in alone.values()}) == 12
+    assert noisy_images(Ranks(), None, 3, 0, 0) == alone
+    later = noisy_images(Ranks(), None, 1, 1, 0)
+    assert all(later[index] != drawn for index, drawn in alone.items())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_draws_inside_a_split_are_equal_in_loader_workers() -> None:
+    assert in_ranks(noisy_images, 1, 1, 1, 2) == [noisy_images(Ranks(), None, 1, 1, 0)]
+
+
+def test_an_evaluation_draws_the_same_numbers_inside_a_split_each_time() -> None:
+    sampler, fetcher = EvalSampler(12, 4, 0, 1), BatchFetcher(Noisy(), Targets(), None, 7)
+    first, second = ([fetcher.read(batch)[0]["image"] for batch in sampler] for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def draws_of(batch: Batch) -> dict[int, list[float]]:
+    """Return two draws of each sample, by its index."""
+    first, second = batch.normal(2, 3), batch.integers(10**9)
+    drawn = torch.cat([first.flatten(1), second[:, None]], 1).tolist()
+    return dict(zip(batch.indices.tolist(), drawn, strict=True))
+
+
+def draws_of_epoch(world: int, epoch: int = 0, seed: int = 7) -> dict[int, list[float]]:
+    """Return the draws of all samples of an epoch that `world` ranks read."""
+    split = InMemory(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12))
+    draws: dict[int, list[float]] = {}
+    for rank in range(world):
+        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+        sampler = TrainSampler(12, 6, rank, world, seed)
+        fetcher = BatchFetcher(split, Targets(), None, seed)
+        for batch in train_loader_of(fetcher, sampler, prefetcher, 0).epoch(epoch):
+            draws |= draws_of(batch)
+    return draws
+
+
+def test_draws_of_a_batch_depend_on_seed_epoch_and_sample_only() -> None:
+    alone = draws_of_epoch(1)
+    assert len(alone) == len({tuple(drawn) for drawn in alone.values()}) == 12
+    for world in (2, 3):
+        torch.rand(5)
+        assert draws_of_epoch(world) == alone
+    for other in (draws_of_epoch(1, epoch=1), draws_of_epoch(1, seed=8)):
+        assert all(other[index] != drawn for index, drawn in alone.items())
+
+
+def test_draws_of_a_batch_differ_within_it_and_have_their_distribution() -> None:
+    batch = Batch({"image": torch.zeros(20_000, 1)}, seed=3)
+    first, second = batch.normal(4), batch.normal(4)
+    numbers = batch.integers(6)
+    assert first.shape == (20_000, 4) and numbers.dtype == torch.int64
+    for drawn in (first, second):
+        # Allow five standard deviations of the mean, and of the variance, of 80,000 numbers.
+        assert abs(float(drawn.mean())) < 5 / 80_000**0.5
+        assert abs(float(drawn.var()) - 1) < 5 * (2 / 80_000) ** 0.5
+    together = torch.corrcoef(torch.cat([first, second], 1).T).fill_diagonal_(0)
+    assert float(together.abs().max()) < 5 / 20_000**0.5
+    counts = torch.bincount(numbers, minlength=6)
+    assert len(counts) == 6 and float((counts / 20_000 - 1 / 6).abs().max()) < 5 * 0.0027
+
+
+def test_draws_of_an_evaluation_are_the_same_each_time() -> None:
+    split = InMemory(torch.zeros(5, 3, 4, 4, dtype=torch.uint8), torch.arange(5))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    fetcher, sampler = BatchFetcher(split, Targets(), None, 7), EvalSampler(5, 2, 0, 1)
+    loader = Loader(fetcher, sampler, prefetcher, 0)
+    first, second = ([draws_of(batch) for batch in loader] for _ in range(2))
+    assert first == second and len(first) == 3
+
+
+class Frames:
+    """Stream of numbered images. Each epoch has images of its own."""
+
+    def __init__(self, count: int = 26, yielded: int = 26) -> None:
+        self.count, self.yielded = count, yielded
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("a stream has no index")
+
+    def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        for place in range(self.yielded):
+            yield torch.full((3, 2, 2), epoch, dtype=torch.uint8), 100 * epoch + place
+
+
+def stream_loader(split: Any, rank: int = 0, world: int = 1, **options: Any) -> TrainLoader:
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    group = ProcessGroup(Ranks(rank, world, rank, world))
+    return TrainLoader(
+        split, Targets(), prefetcher, group, batch_size=6, seed=7, workers=0, **options
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("epoch", "first"), [(0, 0), (1, 0), (1, 2)])
+def test_ranks_read_each_sample_of_a_stream_once_and_in_order(
+    world: int, epoch: int, first: int
+) -> None:
+    """A run that continues within an epoch skips the samples before."""
+    loaders = [stream_loader(Frames(), rank, world) for rank in range(world)]
+    steps = [
+        sorted(target for batch in of_ranks for target in batch.target.tolist())
+        for of_ranks in zip(*(loader.epoch(epoch, first) for loader in loaders), strict=True)
+    ]
+    start = 100 * epoch
+    assert steps == [list(range(start + at, start + at + 6)) for at in range(6 * first, 24, 6)]
+
+
+def test_stream_starts_again_after_peek_and_in_each_epoch() -> None:
+    loader = stream_loader(Frames())
+    assert loader.peek(2).target.tolist() == [0, 1]
+    for epoch in (0, 1, 1):
+        targets = [target for batch in loader.epoch(epoch) for target in batch.target.tolist()]
+        assert targets == list(range(100 * epoch, 100 * epoch + 24))
+
+
+def test_stream_that_ends_before_its_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^data\.name: .* 20 .* 26"):
+        list(stream_loader(Frames(yielded=20)).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ({"balance": 0.5}, "data.balance=0.5"),
+        ({"copies": 2}, "data.augment.aug_repeats=2"),
+        ({"limit": 12}, "data.limit_train=12"),
+    ],
+)
+def test_stream_refuses_keys_that_choose_samples_by_index(option: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: .*stream"):
+        stream_loader(Frames(), **option)
+
+
+class Stream(Noisy):
+    """Split that ignores its index, like a class that wraps a generator."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.position += 1
+        return torch.full((3, 4, 4), self.position, dtype=torch.uint8), 0
+
+
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_data_whose_split_ignores_its_index_is_refused(name: str) -> None:
+    dataset = ImageDataset()
+    dataset.target_names = ["a"]
+    dataset.train = dataset.val = Noisy()
+    group = ProcessGroup(Ranks())
+    check_same_data(dataset, group)
+    setattr(dataset, name, Stream())
+    with pytest.raises(ValueError, match=rf"data: .*{name}"):
+        check_same_data(dataset, group)
+
+
+def test_data_whose_stream_differs_in_a_second_reading_is_refused() -> None:
+    class Unstable(Frames):
+        epochs = 0
+
+        def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
+            self.epochs += 1
+            return super().stream(self.epochs)
+
+    dataset = ImageDataset()
+    dataset.target_names = ["a"]
+    dataset.train, dataset.val = Frames(), Noisy()
+    check_same_data(dataset, ProcessGroup(Ranks()))
+    dataset.train = Unstable()
+    with pytest.raises(ValueError, match=r"data: .*train"):
+        check_same_data(dataset, ProcessGroup(Ranks()))
+
+
+def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
+    """Augmentation seeds torch's global random generator for every image. Dropout uses the same
+    generator, so its state must be restored.
+    """
+    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
+    before = torch.get_rng_state()
+    BatchFetcher(
+        split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
+    ).read(IndexBatch(0, np.arange(4)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5])
+def test_batch_fetcher_refuses_a_label_outside_the_number_of_classes(label: float) -> None:
+    class Split:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+            return torch.zeros(3, 4, 4, dtype=torch.uint8), label if index == 1 else 0
+
+    with pytest.raises(ValueError, match=rf"labels from .*{label}.*, expected .*0 to 1"):
+        BatchFetcher(Split(), task_of(2), None, 0).read(IndexBatch(0, np.arange(3)))
+
+
+@given(
+    num_images=st.integers(6, 60),
+    copies=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_aug_repeats_puts_all_copies_of_an_image_into_one_global_batch(
+    num_images: int, copies: int, world_size: int, batch: int, seed: int
+) -> None:
+    """With aug_repeats, an epoch has the same number of samples, from fewer images. Each copy of
+    an image has a separate index.
+    """
+    global_batch = batch * world_size * copies
+    if num_images < global_batch:
+        return
+    shards = [
+        TrainSampler(num_images, global_batch, rank, world_size, seed, copies)
+        for rank in range(world_size)
+    ]
+    own = [shard.shard().split(global_batch // world_size) for shard in shards]
+    assert all(len(batches) == num_images // global_batch for batches in own)
+    for step in zip(*own, strict=True):
+        indices = torch.cat(step).tolist()
+        assert len(set(indices)) == global_batch
+        images = [index % num_images for index in indices]
+        assert all(images.count(image) == copies for image in images)
+        # The copies of an image must be spread over as many ranks as possible, as in timm's
+        # RepeatAugSampler.
+        ranks = [{index % num_images for index in part.tolist()} for part in step]
+        assert all(
+            sum(image in rank for rank in ranks) == min(copies, world_size) for image in images
+        )
+    assert sorted(shards[0].global_batches(0, 1)) == sorted(
+        index % num_images for b in own for index in b[0].tolist()
+    )
+
+
+LONG_TAIL = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+
+
+def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
+    weights = class_balance(LONG_TAIL, balance)
+    return TrainSampler(len(LONG_TAIL), 100, rank, world_size, seed=3, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("balance", "shares"),
+    [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)],
+)
+def test_data_balance_draws_each_class_in_proportion_to_a_power_of_its_size(
+    balance: float, shares: tuple[float, ...]
+) -> None:
+    drawn: Counter[int] = Counter()
+    one = sampler(0, 1, balance)
+    for epoch in range(20):
+        one.start_at(epoch)
+        drawn.update(LONG_TAIL[one.shard() % 1000].tolist())
+    for label, share in enumerate(shares):
+        # Allow five standard deviations of a binomial proportion, so that chance practically never
+        # fails the test.
+        assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_balanced_sampler_draws_the_same_images_in_total_on_1_2_and_4_ranks(
+    world_size: int,
+) -> None:
+    whole = sampler(0, 1, 1.0)
+    whole.start_at(5)
+    drawn = whole.shard().tolist()
+    assert len(set(drawn)) == len(drawn) == 1000, (
+        "expected distinct numbers, because two draws of an image need different augmentations"
+    )
+    shards: list[Tensor] = []
+    for rank in range(world_size):
+        own = sampler(rank, world_size, 1.0)
+        own.start_at(5)
+        shards.append(own.shard())
+    assert torch.stack(shards, 1).flatten().tolist() == drawn
+
+
+def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class() -> None:
+    with pytest.raises(ValueError, match=r"data\.balance=1"):
+        class_balance(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size", "accumulate", "batches"),
+    [(100, 10, 1, 10), (109, 10, 1, 10), (100, 10, 3, 9), (119, 10, 4, 8), (40, 10, 4, 4)],
+)
+def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
+    images: int, batch_size: int, accumulate: int, batches: int
+) -> None:
+    assert batches_per_epoch(images, batch_size, accumulate) == batches
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "is_refused"),
+    [
+        ((0, 1), torch.float32, True),
+        ((-1, 1), torch.float64, True),
+        ((-2.2, 2.7), torch.float16, True),
+        ((0, 255), torch.float32, False),
+        ((0, 0), torch.float32, False),
+        ((0, 4095), torch.float32, True),
+        ((0, 40000), torch.uint16, True),
+        ((-300, 1200), torch.int16, True),
+        ((-900, -3), torch.float32, True),
+        ((0, 1), torch.bool, True),
+        ((0, 255), torch.int64, False),
+        ((0, 1), torch.uint8, False),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_images_whose_pixels_are_not_from_0_to_255_are_refused(
+    values: tuple[float, float], dtype: torch.dtype, is_refused: bool, in_memory: bool
+) -> None:
+    images = torch.linspace(*values, 2 * 3 * 4 * 4).view(2, 3, 4, 4).to(dtype)
+    rows = InMemory(images, torch.tensor([0, 1]))
+    split: Any = rows if in_memory else [rows[0], rows[1]]
+    refusal = pytest.raises(ValueError, match=r"^data\.name: .*255")
+    with refusal if is_refused else nullcontext():
+        fields, *_ = BatchFetcher(split, Targets(), None, 0).read(IndexBatch(0, np.arange(2)))
+        assert torch.equal(fields["image"], images)
+
+
+def test_draws_in_the_constructor_of_a_dataset_depend_on_the_seed_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dataset may divide its images at random. A resumed run and evaluate.py need the same
+    division.
+    """
+
+    def draw(dataset: Any, config: DataConfig, **kwargs: Any) -> None:
+        dataset.drawn = [float(torch.rand(1)), random.random(), float(np.random.rand())]
+        dataset.target_names = ["a"]
+
+    monkeypatch.setattr(Synthetic, "__init__", draw)
+    of_seed = {}
+    for seed in (3, 4):
+        config = resolved("data=synthetic", f"seed={seed}")
+        of_seed[seed] = [load_dataset(config).drawn for _ in range(2)]  # type: ignore[attr-defined]
+        assert of_seed[seed][0] == of_seed[seed][1]
+    assert all(one != other for one, other in zip(of_seed[3][0], of_seed[4][0], strict=True))
+
+
+class Darker(InMemory):
+    """Images in memory that change when they are read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image, label = super().__getitem__(index)
+        return image // 2, label
+
+
+def test_images_in_memory_are_read_by_the_own_method_of_their_class() -> None:
+    images = torch.arange(48, dtype=torch.uint8).view(2, 3, 2, 4)
+    fetcher = BatchFetcher(Darker(images, torch.tensor([1, 0])), Targets(), None, 0)
+    fields, *_ = fetcher.read(IndexBatch(0, np.array([1, 0])))
+    assert torch.equal(fields["image"], images.flip(0) // 2)
+    assert fields["target"].tolist() == [0, 1]

@@ -1,0 +1,496 @@
+"""Test the hyper-parameter search: search space, error messages, pruning, failed trials, and a
+resume after kill -9.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from src.schema import Config
+from timm_parallel.config.compose import compose_command
+from timm_parallel.keys import SearchConfig
+from timm_parallel.lab.search import study as module
+from timm_parallel.lab.search.search import Search
+from timm_parallel.lab.search.space import (
+    FROZEN,
+    check_space,
+    freeze_search,
+    natural_direction,
+    parse_space,
+    read_search,
+    read_space,
+)
+from timm_parallel.lab.search.study import Follower
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.record.jobs import Job, Jobs, read_jobs
+from timm_parallel.record.result import read_result
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "optim.warmup_epochs=0",
+    "data.limit_train=64",
+    "train.epochs=2",
+    "parallel.threads_per_device=1",
+)
+
+
+def space_of(*overrides: str) -> dict[str, Any]:
+    """Parse and check the search space of a command line. Return a dictionary from key to
+    dimension of the space.
+    """
+    command, points = expand(
+        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
+    )
+    space = read_space(command)
+    check_space(command.config, points[0].tree, space)
+    return {dimension.name: dimension for dimension in space}
+
+
+def search(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "-m", *overrides]
+    if folder.exists():
+        command.append(f"sweep.resume={folder}")
+    else:
+        command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
+    space = {
+        dimension.name: dimension
+        for dimension in parse_space(
+            {
+                "a": "interval(0,1)",
+                "b": "tag(log,interval(1e-4,1e-1))",
+                "c": "range(1,4)",
+                "d": "choice(x,y)",
+                "e": "p,q",
+                "f": "int(interval(1,8))",
+                "+g.h": "1,2",
+            }
+        )
+    }
+    assert (space["a"].low, space["a"].high, space["a"].log, space["a"].step) == (0, 1, False, None)
+    assert (space["b"].low, space["b"].high, space["b"].log) == (1e-4, 1e-1, True)
+    assert (space["c"].low, space["c"].high, space["c"].step) == (1, 3, 1), (
+        "the end of a range is excluded"
+    )
+    assert list(space["d"].options) == ["x", "y"]
+    assert list(space["e"].options) == ["p", "q"]
+    assert (space["f"].low, space["f"].high, space["f"].step) == (1, 8, 1)
+    assert space["g.h"].override("2") == "+g.h=2"
+
+
+@pytest.mark.slow(seconds=4)
+def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys() -> None:
+    assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
+    assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {
+        "optim.lr",
+        "train.smoothing",
+    }
+    assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("search.n_jobs=0", "search.n_jobs=0"),
+        ("search.direction=minimize", "search.direction=minimize"),
+        ("optim.lr=interval(-1,1)", "optim.lr"),
+        ("train.epochs=interval(1,3)", r"int\(interval"),
+        ("optim.lr=tag(log,foo,interval(0.1,1))", " foo;"),
+        ("model=tiny,resnet18", "group"),
+        ("hydra.run.dir=a,b", "hydra.run.dir"),
+        ("search.sampler=grid", "search.sampler=grid"),
+        ("search.sampler=gird", "search.sampler=gird"),
+        ("search.n_trials=0", "search.n_trials=0"),
+        ("sweep.repeats=2", "sweep.repeats"),
+        ("sweep.dry_run=true", "sweep.dry_run"),
+        ("optimized_metric=images_per_sec", "search.pruner=none"),
+        ("+search.params.optim.lrr=interval(0,1)", "optim.lrr"),
+        ("parallel.devices=2,3 parallel=single", "single uses one device"),
+    ],
+)
+def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        space_of(*override.split(" "))
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("overrides", "objective", "direction"),
+    [
+        ((), "val/acc_best", "maximize"),
+        (("checkpoint.metric=val/loss",), "val/loss_best", "minimize"),
+        (("checkpoint.metric=val/acc_ema", "model.ema.decay=0.9"), "val/acc_best", "maximize"),
+        (("checkpoint.metric=val/loss", "optimized_metric=val/acc"), "val/acc", "maximize"),
+    ],
+)
+def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metric(
+    tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
+) -> None:
+    command, points = expand(
+        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
+    )
+    space = read_space(command)
+    check_space(command.config, points[0].tree, space)
+    assert command.config.objective == objective
+    assert natural_direction(command.config) == direction
+    freeze_search(tmp_path, points[0].tree, space)
+    assert read_search(tmp_path)[0].optimized_metric == objective
+
+
+def test_search_is_refused_without_multirun() -> None:
+    with pytest.raises(ValueError, match="add -m"):
+        compose_command(get_args_parser().parse_args(["search=optuna", *SMALL]))
+
+
+@pytest.mark.parametrize("text", ["search: [", "- 1", None])
+def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
+    tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / FROZEN).write_text(text)
+    with pytest.raises(ValueError, match=r"search\.yaml: "):
+        read_search(tmp_path)
+
+
+class Trial:
+    """Fake Optuna trial that asks to be pruned when its last reported value is below `bar`."""
+
+    def __init__(self, bar: float) -> None:
+        self.bar, self.reported = bar, {}  # type: float, dict[int, float]
+
+    def report(self, value: float, step: int) -> None:
+        self.reported[step] = value
+
+    def should_prune(self) -> bool:
+        return self.reported[max(self.reported)] < self.bar
+
+
+def test_search_reports_each_evaluation_to_optuna_once_and_gives_a_reason_for_pruning(
+    tmp_path: Path,
+) -> None:
+    path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
+    follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
+    assert follow() == ""
+    with open(path, "a") as file:
+        file.write(
+            '{"step": 7, "train/loss": 2.0}\n{"step": 9, "val/acc": 0.6}\n{"step": 18, "val/a'
+        )
+    assert follow() == ""
+    assert trial.reported == {1: 0.6}, "an incomplete line is not a value"
+    with open(path, "a") as file:
+        file.write('cc": 0.4}\n')
+    assert "val/acc 0.4000" in follow()
+    assert trial.reported == {1: 0.6, 2: 0.4}
+
+
+def test_resumed_search_trial_is_not_pruned_before_its_next_evaluation(tmp_path: Path) -> None:
+    path, trial = tmp_path / "metrics.jsonl", Trial(bar=0.5)
+    path.write_text('{"step": 9, "val/acc": 0.4}\n')
+    follow = Follower(trial, path, "val/acc")  # type: ignore[arg-type]
+    assert follow() == ""
+    with open(path, "a") as file:
+        file.write('{"step": 18, "val/acc": 0.3}\n')
+    assert "val/acc 0.4000" in follow()
+    assert trial.reported == {1: 0.4}
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("seconds", "works"), [(20.0, True), (0.2, False)])
+def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, works: bool
+) -> None:
+    monkeypatch.setattr(module, "LOCKED_SECONDS", seconds)
+    config = Config(search=SearchConfig(study_name="x", direction="maximize", sampler="random"))
+    opened = module.open_study(tmp_path, config, is_new=True)
+    trial = opened.ask()
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    if works:
+        threading.Timer(1, lambda: other.execute("COMMIT")).start()
+    search = Search.__new__(Search)
+    search.jobs = Jobs(tmp_path, "", [Job(0, "trial 0", "0", [], status="running")])
+
+    def report(runner: Runner) -> int:
+        trial.report(0.5, step=1)
+        return 0
+
+    monkeypatch.setattr(Runner, "run", report)
+    if works:
+        assert search.run() == 0
+        assert opened.trials[0].intermediate_values == {1: 0.5}
+    else:
+        with pytest.raises(ValueError, match=r"search\.storage: .*sweep\.resume=") as refusal:
+            search.run()
+        assert "\n" not in str(refusal.value)
+        assert read_jobs(tmp_path).status == "interrupted"
+    other.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_search_records_a_failed_trial_and_does_not_run_the_trial_again_when_resumed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "search"
+    done = search(
+        folder,
+        *(
+            "search.sampler=random",
+            "search.n_trials=2",
+            "search.seed=2",
+            "optim.weight_decay=0.1",
+            "search.max_failure_rate=1",
+        ),
+        *("optim.lr=1e-3,1e30", "optim=sgd", "train.epochs=1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = read_jobs(folder).jobs
+    statuses = [job.status for job in jobs]
+    assert statuses == ["done", "not_finite"], "seed 2 draws both rates"
+    trials = study(folder).get_trials()
+    assert [trial.state.name for trial in trials] == [
+        {"done": "COMPLETE"}.get(status, "FAIL") for status in statuses
+    ]
+    done_at = statuses.index("done")
+    result = json.loads((folder / jobs[done_at].folder / "result.json").read_text())
+    assert trials[done_at].value == result["objective"]
+    assert "search.html" in done.stdout
+    shown = [line.split("  ")[:2] for line in done.stdout.splitlines() if line.startswith("trial ")]
+    assert sorted(shown) == [
+        ["trial 0", f"val/acc_best {result['objective']:.4f}"],
+        ["trial 1", "not_finite"],
+    ]
+    again = search(folder)
+    assert [job.status for job in read_jobs(folder).jobs] == statuses, again.stderr
+
+
+def study(folder: Path) -> Any:
+    import optuna
+
+    return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly)]
+)
+def test_killed_search_completes_all_its_trials_when_resumed(
+    tmp_path: Path, strategy: str, devices: int
+) -> None:
+    folder = tmp_path / "search"
+    words = (
+        *("search.n_trials=3", "search.n_startup_trials=1"),
+        *(f"parallel={strategy}", f"parallel.devices={devices}"),
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "search=optuna",
+        *SMALL,
+        *words,
+        f"hydra.sweep.dir={folder}",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 300
+        while not (folder / "1" / "metrics.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    before = (folder / "0" / "result.json").read_bytes()
+    done = search(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "0" / "result.json").read_bytes() == before, "a done trial ran again"
+    jobs = read_jobs(folder).jobs
+    assert [job.id for job in jobs] == [0, 1, 2]
+    assert {job.status for job in jobs} <= {"done", "pruned"}
+    trials = study(folder).get_trials()
+    assert [trial.number for trial in trials] == [0, 1, 2]
+    assert len({trial.params["optim.lr"] for trial in trials}) == 3
+    for job in jobs:
+        result = json.loads((folder / job.folder / "result.json").read_text())
+        assert result["status"] == job.status
+        assert job.status == "pruned" or result["world_size"] == devices
+    best = study(folder).best_trial
+    html = (folder / "search.html").read_text()
+    assert f'in trial <a href="{best.number}/">' in html
+    assert html.count("<img") >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_killed_search_keeps_the_parameter_values_of_its_running_trials_when_resumed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "search"
+    words = (
+        "search.n_trials=4",
+        "search.n_jobs=2",
+        "parallel=single",
+        "parallel.threads_per_device=1",
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "search=optuna",
+        *SMALL,
+        *words,
+        f"hydra.sweep.dir={folder}",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + 300
+    while (
+        not all((folder / job / "metrics.jsonl").exists() for job in "12")
+        and time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    asked = {trial.number: trial.params for trial in study(folder).get_trials()}
+    done = search(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs, trials = read_jobs(folder).jobs, study(folder).get_trials()
+    assert [job.id for job in jobs] == [trial.number for trial in trials] == list(range(4))
+    assert all(trials[number].params == params for number, params in asked.items()), (
+        "a trial must keep its values when resumed"
+    )
+    assert len({trial.params["optim.lr"] for trial in trials}) == 4
+    assert {job.status for job in jobs} <= {"done", "pruned"}
+    if len(os.sched_getaffinity(0)) > 1:
+        assert any(read_result(folder / job.folder).neighbours for job in jobs)
+
+
+def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> str:
+    """Write search.html for a study with one trial per (status, value, reason), and return the
+    contents of the page.
+    """
+    import optuna
+
+    from timm_parallel.lab.search.page import write_search_page
+
+    jobs, searched, state = (
+        Jobs(folder, "", []),
+        optuna.create_study(direction="maximize"),
+        optuna.trial.TrialState,
+    )
+    for number, (status, value, reason) in enumerate(ends):
+        trial = searched.ask()
+        trial.suggest_float("optim.lr", 1e-4, 1e-2, log=True)
+        trial.report(0.1 * number, 1)
+        pruned = state.PRUNED if status == "pruned" else state.FAIL
+        searched.tell(trial, value) if value else searched.tell(trial, state=pruned)
+        jobs.jobs.append(
+            Job(
+                number,
+                "",
+                str(number),
+                [f"optim.lr={number}"],
+                status=status,
+                reason=reason,
+                seconds=1.0,
+            )
+        )
+    # A search fixes the metric in its folder.
+    config = Config(
+        optimized_metric="val/acc_best",
+        search=SearchConfig(params={"optim.lr": ""}, direction="maximize", sampler="tpe"),
+    )
+    return write_search_page(jobs, searched, config).read_text()
+
+
+@pytest.mark.slow(seconds=5)
+def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> None:
+    ends = [
+        ("done", 0.5, ""),
+        ("pruned", None, "worse than the median"),
+        ("done", 0.9, ""),
+        ("failed", None, "<b>|"),
+    ]
+    html = searched_page(tmp_path, ends)
+    assert 'Best: val/acc_best 0.9000 in trial <a href="2/">2</a>' in html
+    assert "python train.py optim.lr=2" in html
+    cells = [
+        re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", html, re.DOTALL)
+    ]
+    assert [row[0] for row in cells if row][:2] == ["2", "0"], "the best trial is first"
+    assert {row[0]: row[2] for row in cells if row} == {
+        "0": "done",
+        "1": "pruned",
+        "2": "done",
+        "3": "failed",
+    }
+    assert "worse than the median" in html
+    assert "&lt;b&gt;|" in html
+    figures = re.findall(r'<img alt="plot_(\w+)" src="data:image/svg\+xml;base64,', html)
+    assert figures == ["optimization_history", "slice", "intermediate_values", "timeline"]
+
+
+@pytest.mark.slow(seconds=2)
+def test_search_html_calls_the_best_value_too_good(tmp_path: Path) -> None:
+    ends: list[tuple[str, float | None, str]] = [("done", 0.5, ""), ("done", 0.9, "")]
+    html = searched_page(tmp_path, ends)
+    assert "best of 2 trials, so it is too good" in html
+
+
+def test_search_html_shows_parameter_importances_when_20_trials_have_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the names of the plots are checked. Therefore empty figures replace the plots, which
+    saves time.
+    """
+    from matplotlib import pyplot
+
+    from timm_parallel.lab.search import page as search_page
+
+    for name in (
+        "optimization_history",
+        "slice",
+        "intermediate_values",
+        "timeline",
+        "param_importances",
+    ):
+        draw = lambda study, **options: pyplot.subplots(figsize=(1, 1))  # noqa: E731
+        draw.__name__ = f"plot_{name}"
+        monkeypatch.setattr(search_page.plots, draw.__name__, draw)
+    for count in (19, 20):
+        html = searched_page(
+            tmp_path, [("done", 0.1 + number / 100, "") for number in range(count)]
+        )
+        assert ("plot_param_importances" in html) == (count == 20)
+
+
+def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(
+    tmp_path: Path,
+) -> None:
+    html = searched_page(tmp_path, [("failed", None, "out of memory")])
+    assert "Best:" not in html
+    assert "out of memory" in html

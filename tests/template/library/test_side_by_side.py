@@ -1,0 +1,305 @@
+"""Concurrent jobs of a sweep must not share devices or cores, and must have the results of jobs
+run alone. test_packing.py tests the scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from timm_parallel.config.compose import compose_command, load_config
+from timm_parallel.keys import Config, SweepConfig
+from timm_parallel.lab.jobs import local_job as child
+from timm_parallel.lab.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
+from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
+from timm_parallel.lab.jobs.warm_server import WarmServer
+from timm_parallel.lab.sweep.blocks import freeze_jobs
+from timm_parallel.lab.sweep.points import Point, expand
+from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.machine import hardware
+from timm_parallel.machine.hardware import CudaDevice
+from timm_parallel.record.jobs import Job, Jobs, read_jobs
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.commands import processes_of
+from timm_parallel.testing.ranks import train_warm
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "optim.warmup_epochs=0",
+    "data.limit_train=64",
+    "parallel=single",
+)
+
+
+def points(*overrides: str) -> list[Point]:
+    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+
+
+def config_of(*overrides: str) -> Config:
+    return points(*overrides)[0].config
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_job_gets_the_uuids_of_its_gpus_in_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = tuple(CudaDevice(number, "H", 80 * GIB, f"GPU-{number}") for number in range(4))
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
+    config = config_of("parallel=ddp", "parallel.devices=2")
+    assert need_of(config) == Requirement("cuda", 2)
+    assert share_of(need_of(config), ["GPU-1", "GPU-3"])[0] == {
+        "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-3"
+    }
+    assert need_of(
+        config_of("parallel=ddp", "parallel.devices=2", "parallel.device_ids=[2,3]")
+    ).alone
+    assert devices_here()["cuda"] == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_job_without_assigned_devices_sees_every_gpu_and_core(kind: str) -> None:
+    assert share_of(Requirement(kind, 2), []) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "cause"),
+    [
+        (("sweep.timed=true",), "sweep.jobs", r"sweep\.timed=true"),
+        (("experiment=compare",), "sweep.jobs", r"sweep\.timed=true"),
+        (("experiment=scaling_strong",), "sweep.jobs", r"sweep\.timed=true"),
+        (("experiment=scaling_weak",), "sweep.jobs", r"sweep\.timed=true"),
+        (("experiment=buckets", "parallel.devices=2"), "sweep.jobs", r"sweep\.timed=true"),
+        (("experiment=small_layers",), "sweep.jobs", r"sweep\.timed=true"),
+        (("optimized_metric=images_per_sec",), "search.n_jobs", "optimized_metric=images_per_sec"),
+    ],
+)
+def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
+    overrides: tuple[str, ...], key: str, cause: str
+) -> None:
+    config = compose_command(get_args_parser().parse_args(["-m", "model=tiny", *overrides])).config
+    with pytest.raises(ValueError, match=f"{key}=9: {cause}"):
+        jobs_at_a_time(key, 9, config)
+    assert jobs_at_a_time(key, 1, config) == 1
+
+
+def test_sweep_jobs_auto_runs_as_many_cpu_jobs_as_the_cores_allow() -> None:
+    config = config_of("parallel.accelerator=cpu", "parallel.threads_per_device=2")
+    assert jobs_at_a_time("sweep.jobs", "auto", config) is None
+    scheduler = DeviceScheduler({"cpu": [str(core) for core in range(8)]})
+    assert scheduler.concurrent_jobs(need_of(config)) == 4
+
+
+# Program of a fake job. It records its cores and its start and end time. The job whose folder is
+# named by JOB_SHORT reports out of memory in its first attempt.
+JOB = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+began = time.monotonic()
+time.sleep(float(os.environ["JOB_SECONDS"]))
+again = (folder / "before").exists()
+(folder / "before").touch()
+short = folder.name == os.environ.get("JOB_SHORT") and not again
+ran = {"cores": sorted(os.sched_getaffinity(0)), "began": began, "ended": time.monotonic()}
+(folder / "ran.json").write_text(json.dumps(ran))
+(folder / "result.json").write_text(json.dumps({"status": "out_of_memory" if short else "done", "reason": ""}))
+sys.exit(int(short))
+"""  # noqa: E501
+
+
+@pytest.fixture
+def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", JOB, str(folder)]
+    )
+    monkeypatch.setattr(WarmServer, "takes", lambda server, config: False)
+    monkeypatch.setenv("JOB_SECONDS", "0.3")
+    monkeypatch.setattr(Sweep, "_close", lambda sweep: 0)
+
+
+def frozen(folder: Path, *overrides: str) -> Jobs:
+    return freeze_jobs(folder, points(*overrides), SweepConfig())
+
+
+def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
+    return json.loads((jobs.folder / job.folder / "ran.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.slow(seconds=6)
+def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
+    jobs = frozen(
+        tmp_path, "seed=1,2,3,4", "parallel.accelerator=cpu", "parallel.threads_per_device=1"
+    )
+    Sweep(jobs, max_jobs=2).run()
+    times = [ran(jobs, job) for job in jobs.jobs]
+    assert all(len(time["cores"]) == 1 for time in times)
+    for started in times:
+        running = [
+            other["cores"] for other in times if other["began"] <= started["began"] < other["ended"]
+        ]
+        assert len(running) <= 2
+        assert len({core for cores in running for core in cores}) == len(running), (
+            "two jobs share a core"
+        )
+    assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [1, 1, 1, 1]
+    assert [job.status for job in read_jobs(tmp_path).jobs] == ["done"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_sweep_runs_jobs_one_at_a_time_when_each_needs_all_cores(
+    tmp_path: Path, fake_jobs: None
+) -> None:
+    jobs = frozen(tmp_path, "seed=1,2", f"parallel.threads_per_device={hardware.cores()}")
+    Sweep(jobs, max_jobs=2).run()
+    first, second = (ran(jobs, job) for job in jobs.jobs)
+    assert first["ended"] <= second["began"]
+    assert first["cores"] == second["cores"] == sorted(os.sched_getaffinity(0))
+    assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
+    tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "available_memory", lambda: GIB // 3)
+    jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
+    Sweep(jobs, max_jobs=2).run()
+    assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.slow(seconds=4)
+def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
+    tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_SHORT", "1")
+    jobs = frozen(tmp_path, "seed=1,2,3", "parallel.threads_per_device=1")
+    Sweep(jobs, max_jobs=2).run()
+    assert [job.status for job in jobs.jobs] == ["done"] * 3
+    assert read_result(tmp_path / "1").neighbours == 0
+    again = ran(jobs, jobs.jobs[1])
+    assert all(again["began"] >= ran(jobs, job)["ended"] for job in (jobs.jobs[0], jobs.jobs[2]))
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(
+    tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        child,
+        "job_command",
+        lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)],
+    )
+    monkeypatch.setenv("JOB_SHORT", "0")
+    jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
+    Sweep(jobs, max_jobs=2).run()
+    assert [job.status for job in jobs.jobs] == ["out_of_memory", "done"]
+
+
+def sweep(folder: Path, *more: str) -> list[str]:
+    words = (
+        "train.epochs=2",
+        "parallel.threads_per_device=1",
+        "sweep.jobs=2",
+        f"hydra.sweep.dir={folder}",
+    )
+    return [sys.executable, "train.py", "-m", *SMALL, *words, *more]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alone(
+    tmp_path: Path,
+) -> None:
+    command = sweep(tmp_path / "two", "seed=1,2")
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for job in read_jobs(tmp_path / "two").jobs:
+        folder = tmp_path / "two" / job.folder
+        one, two = (
+            read_result(train_warm(load_config(folder), tmp_path / f"one_{job.id}")),
+            read_result(folder),
+        )
+        assert (one.neighbours, two.neighbours) == (0, 1)
+        assert (one.parameters_hash, one.val, one.train) == (
+            two.parameters_hash,
+            two.val,
+            two.train,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.sample(2)
+@pytest.mark.nightly
+def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigkill(
+    tmp_path: Path, number: int
+) -> None:
+    """After SIGKILL, a resumed sweep must run the missing jobs. test_sweep.py tests the resume
+    after SIGINT.
+    """
+    folder = tmp_path / "sweep"
+    running = subprocess.Popen(
+        sweep(folder, "seed=1,2,3", "train.epochs=30"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not all((folder / job / "metrics.jsonl").exists() for job in "01"):
+            assert running.poll() is None
+            time.sleep(0.05)
+    finally:
+        running.send_signal(number)
+    assert running.wait(timeout=300) == (130 if number == signal.SIGINT else -number)
+    until = time.monotonic() + 5
+    while (left := processes_of(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+    if number == signal.SIGINT:
+        assert [job.status for job in read_jobs(folder).jobs] == [
+            "interrupted",
+            "interrupted",
+            "waiting",
+        ]
+        return
+    again = subprocess.run(
+        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
+    assert read_result(folder / "0").neighbours == 1, (
+        "resumed with two jobs at a time, as at the start"
+    )

@@ -1,0 +1,322 @@
+"""Test the cost of the training loop by counting reads of tensor values, calls per step, and
+page faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import PrefixStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.tensorboard import SummaryWriter
+
+from tests.template.runs import evaluate_batches, parts_of, resolved, take_steps, task_of, train_run
+from timm_parallel.batch import Batch
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
+from timm_parallel.parallel.networks import PhaseStep
+from timm_parallel.record.console import Console
+from timm_parallel.record.result import MetricsLog
+from timm_parallel.state.parts import build_networks
+from timm_parallel.state.progress import Progress
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
+from timm_parallel.testing.ranks import in_ranks
+
+# These options add work to a training step. None of them needs the CPU to read tensor values.
+BUSY = (
+    "model.ema.decay=0.99",
+    "optim.clip_grad=1.0",
+    "train.accumulate=2",
+    "data.augment.cutmix=1.0",
+    "train.smoothing=0.1",
+)
+
+# These options draw random numbers for each image.
+DRAWN = (
+    "data.augment.crop_padding=4",
+    "data.augment.hflip=0.5",
+    "data.augment.reprob=0.5",
+    "data.augment.recount=2",
+    "data.augment.mixup=0.8",
+    "data.augment.cutmix=1.0",
+    "data.augment.mixup_mode=elem",
+    "optim.clip_grad=0.01",
+    "optim.clip_mode=agc",
+)
+
+
+class ValueReads(TorchDispatchMode):
+    """Dispatch mode of torch that counts operations that make the CPU wait for a GPU, such as
+    reads of tensor values and copies to the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.count += name in (
+            "aten::_local_scalar_dense",
+            "aten::is_nonzero",
+            "aten::nonzero",
+            "aten::equal",
+            "aten::bincount",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def count_reads(steps: int, *overrides: str) -> int:
+    """Count the tensor values that the CPU reads in `steps` training steps. Exactly one of these
+    steps is logged.
+    """
+    config = resolved(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "data.batch_size=8",
+        "data.limit_train=640",
+        "train.log_every=100",
+        *overrides,
+    )
+    run = parts_of(config)
+    with ValueReads() as reads:
+        assert len(list(take_steps(replace(run, steps_per_epoch=steps)))) == 1
+    return reads.count
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), BUSY, DRAWN, ("train.precision=bf16",)],
+    ids=["plain", "busy", "drawn", "bf16"],
+)
+@pytest.mark.slow(seconds=2)
+@pytest.mark.sample(2)
+def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
+    overrides: tuple[str, ...],
+) -> None:
+    few, many = count_reads(5, *overrides), count_reads(25, *overrides)
+    assert 1 <= few <= 10, "the sync step fetches its losses"
+    assert many == few
+
+
+@pytest.mark.slow(seconds=1)
+def test_evaluation_of_more_batches_does_not_read_more_tensor_values_from_the_device() -> None:
+    """An evaluation may read values only once, at its end. For example, torch.bincount or
+    indexing with a mask would read values in every batch.
+    """
+    strategy = build_strategy(
+        resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+
+    def reads_of(batches: int) -> int:
+        images, labels = (
+            torch.zeros(batches, 4, 3, 2, 2),
+            torch.zeros(batches, 4, dtype=torch.int64),
+        )
+        with ValueReads() as reads:
+            evaluate_batches(model, zip(images, labels, strict=True), strategy, 4 * batches, 10)
+        return reads.count
+
+    assert reads_of(2) == reads_of(20)
+
+
+def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, expected in (("tf32", "high"), ("fp32", "highest")):
+            config = resolved("parallel=single")
+            config.train.precision = precision
+            parts_of(config)
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Train a run with one logged step. Return a dictionary from the name of a function that
+    logs, writes or draws to the number of its calls.
+    """
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls[f"{owner.__name__}.{name}"] += 1
+            return before(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(logging.Logger, "handle")
+    for owner in (SummaryWriter, MetricsLog, Console):
+        for name, member in vars(owner).items():
+            if isinstance(member, FunctionType) and not name.startswith("_"):
+                counted(owner, name)
+    with monkeypatch.context():
+        config = resolved(
+            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",  # noqa: E501
+            f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
+        )  # fmt: skip
+        train_run(config, folder)
+    monkeypatch.undo()
+    return calls
+
+
+@pytest.mark.slow(seconds=2)
+def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few").mkdir()
+    (tmp_path / "many").mkdir()
+    few, many = (
+        count_writes(5, tmp_path / "few", monkeypatch),
+        count_writes(45, tmp_path / "many", monkeypatch),
+    )
+    assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
+    for name, count in many.items():
+        assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
+
+
+def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
+    """Train five steps with DDP. Return whether DDP sends buffers in every step, and the sums of
+    all weights and buffers.
+    """
+    config = resolved(
+        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
+        f"parallel.broadcast_buffers={broadcast}",
+    )  # fmt: skip
+    strategy = build_strategy(config.parallel, ranks, store)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
+    task = task_of(10)
+    wrapped = strategy.wrap(PhaseStep(task, build_networks(task, model, strategy.device), "train"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(ranks.rank)
+    for _ in range(5):
+        fields = {"image": torch.randn(4, 3, 8, 8), "target": torch.randint(0, 10, (4,))}
+        wrapped(Batch(fields))[0].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.buffers.share(model)
+    sends = bool(
+        wrapped.broadcast_buffers
+        if hasattr(wrapped, "broadcast_buffers")
+        else wrapped.forward_sync_buffers
+    )
+    bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
+    strategy.close()
+    return sends, bits
+
+
+@pytest.mark.slow(seconds=2)
+def test_ddp_results_are_bit_identical_with_and_without_sending_batchnorm_buffers() -> None:
+    (default, sending), (default_of_rank_1, _) = in_ranks(both_ways, 2)
+    assert (default[0], sending[0]) == (False, True)
+    assert default[1] == default_of_rank_1[1] == sending[1]
+
+
+def both_ways(ranks: Ranks, store: Any) -> list[tuple[bool, list[float]]]:
+    return [buffers_and_bits(ranks, PrefixStore(value, store), value) for value in ("null", "true")]
+
+
+def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer() -> None:
+    assert has_only_batch_norm_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    other = nn.Linear(2, 2)
+    other.register_buffer("queue", torch.zeros(3))
+    assert not has_only_batch_norm_buffers(nn.Sequential(nn.BatchNorm1d(2), other))
+
+
+FAULTS = """
+import resource, timm, torch
+from timm_parallel.machine.allocator import keep_freed_memory
+torch.set_num_threads(1)
+keep_freed_memory()
+model = timm.create_model("resnet18", num_classes=10)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def step():
+    model(torch.randn(16, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(30):  # about ten of them need no new pages by chance
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+@pytest.mark.processes
+def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
+    """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, env=environment
+    )
+    assert int(done.stdout) < 600
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*BUSY, "train.precision=bf16"),
+        (*DRAWN, "train.precision=fp16"),
+        (
+            "data.augment.reprob=0.5",
+            "data.augment.remode=const",
+            "optim.clip_grad=1.0",
+            "optim.clip_mode=value",
+        ),
+        ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
+    ],
+    ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
+)
+def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
+    options: tuple[str, ...], accelerator: str
+) -> None:
+    """With a GPU, torch raises an error when a step synchronizes. On a CPU, the test only checks
+    that the steps run.
+    """
+    on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
+    config = resolved(*on, *options, "data=synthetic")
+    run = parts_of(config)
+
+    def train(sync_step: int, progress: Progress) -> None:
+        """Train up to the given step, which is the next one that is logged."""
+        run.state.progress, config.train.log_every = progress, sync_step
+        next(take_steps(replace(run, steps_per_epoch=10**9)))
+
+    # Train the first steps outside of the check, because the throughput meter waits for the GPU
+    # after the first step and after the warm-up.
+    train(7, Progress())
+    progress = Progress()
+    # On a GPU, the logged step must synchronize, because it reads the losses. The error shows that
+    # the check works.
+    is_refused = pytest.raises(RuntimeError, match="synchroniz")
+    with is_refused if accelerator == "cuda" else nullcontext(), error_on_waits(accelerator):
+        train(8, progress)
+    assert progress.step == 8

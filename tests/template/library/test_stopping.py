@@ -1,0 +1,183 @@
+"""A stop signal must stop all ranks after the same step, and end a rank that is stuck.
+promises/test_resume.py tests the checkpoint that such a stop saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.template.runs import resolved, start_run
+from timm_parallel.faults import heartbeat
+from timm_parallel.faults.stop import StopCoordinator
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped, exit_after_stop_signal, stop_handler
+from timm_parallel.testing.ranks import in_ranks
+
+
+def test_stop_request_stops_a_single_process_after_the_current_step() -> None:
+    stopping = StopCoordinator()
+    assert not stopping.should_stop() and not stopping.stopped
+    stopping.request(15)
+    assert stopping.should_stop() and stopping.stopped
+    assert stopping.signal == 15
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("max_steps", "stop_at", "logged"),
+    [(3, None, [2, 3]), ("null", 5, [2, 4]), ("null", None, [2, 4, 6])],
+)
+def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_request(
+    tmp_path: Path, max_steps: int | str, stop_at: int | None, logged: list[int]
+) -> None:
+    config = resolved(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "data.batch_size=4",
+        "data.limit_train=24",
+        "train.epochs=1",
+        "train.log_every=2",
+        f"train.max_steps={max_steps}",
+    )
+    run = start_run(config, tmp_path)
+    progress, hooks = run.parts.progress, run.parts.hooks
+    losses: list[float] = []
+    means: dict[int, float | None] = {}
+    stopped = nullcontext() if stop_at is None else pytest.raises(Stopped)
+    with stopped, run.training() as training:
+        for step in training.steps():
+            [batch] = step.batches()
+            losses.append(step.backward(batch).item())
+            if step.number == stop_at:
+                run.parts.strategy.group.stop.request(signal.SIGTERM)
+            numbers = step.update()
+            training.log(numbers)
+            if numbers:
+                means[step.number] = numbers["train/loss"]
+            # A stop between two logged steps must not lose images. Each step trains 4 images.
+            assert progress.epoch_images + progress.window_images == 4 * (
+                step.number if numbers or step.number == stop_at else step.number - 1
+            )
+    assert list(means) == logged
+    for end, start in zip(logged, [0, *logged], strict=False):
+        of_window = losses[start:end]
+        assert means[end] == pytest.approx(sum(of_window) / len(of_window), rel=1e-6)
+    assert progress.step == len(losses) == (stop_at or logged[-1])
+    assert hooks.meter.steps_timed > 0
+
+
+def test_stop_request_stops_all_ranks_after_the_last_step_announced_by_the_fastest_rank() -> None:
+    """A slow rank may need minutes for a step. The fastest rank has then already announced and
+    begun a later step, which all ranks must train.
+    """
+    store = HashStore()
+    early, late = [StopCoordinator(rank, 2, store) for rank in range(2)]
+    assert not early.should_stop()
+    late.request(15)
+    while not late.stop_requested():
+        time.sleep(0.01)
+    assert not late.should_stop()
+    assert early.should_stop() and late.should_stop()
+    assert early.stop_requested() and early.stopped and late.stopped
+
+
+@pytest.mark.parametrize("requested_by", [[0], [2], [0, 1, 2]])
+def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
+    requested_by: list[int],
+) -> None:
+    """Three threads simulate ranks of different speed. As in ddp, no rank is more than one step
+    ahead of another.
+    """
+    store = HashStore()
+    ranks = [StopCoordinator(rank, 3, store) for rank in range(3)]
+    barrier = threading.Barrier(3)
+    last = [0, 0, 0]
+
+    def train(rank: int) -> None:
+        for step in range(1, 10_000):
+            # The barrier stands for the all-reduce of gradients, at which all ranks wait.
+            barrier.wait(20)
+            time.sleep(0.001 * rank)
+            if step == 20 and rank in requested_by:
+                ranks[rank].request(15)
+            if ranks[rank].should_stop():
+                last[rank] = step
+                return
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert last[0] >= 20
+    assert len(set(last)) == 1
+    assert [stopping.signal for stopping in ranks] == [15, 15, 15]
+
+
+@contextmanager
+def own_stop_handler() -> Iterator[list[int]]:
+    """Install `stop_handler` as training does. Yield the list of signals that the handler
+    forwards.
+    """
+    heard: list[int] = []
+    stop_handler.request, stop_handler.heard_at = heard.append, None
+    signal.signal(signal.SIGTERM, stop_handler)
+    yield heard
+
+
+def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
+    """Send SIGTERM to this rank during a call of a C function that takes 2 s. The limit for a
+    stuck rank is 0.5 s. Return the signals that were handled.
+    """
+    with own_stop_handler() as heard:
+        exit_after_stop_signal(0.5, lambda: is_stuck)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        until = time.monotonic() + 2.5
+        rounds = 100_000
+        while time.monotonic() < until and not heard:
+            began = time.monotonic()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+            # Choose the number of rounds so that the next call takes 2 s.
+            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))
+        time.sleep(0.1)
+        return heard
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_rank_finishes_a_long_c_call_after_sigterm_unless_another_rank_has_exited() -> None:
+    assert in_ranks(in_a_long_call, 1, False) == [[signal.SIGTERM]]
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0: 143"):
+        in_ranks(in_a_long_call, 1, True)
+
+
+@pytest.mark.slow(seconds=2)
+def test_rank_detects_that_another_rank_has_left_when_the_heartbeats_of_that_rank_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "TICK", 0.05)
+    monkeypatch.setattr(heartbeat, "LEFT", 0.4)
+    store = HashStore()
+    pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
+    for each in pair:
+        each.start()
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert not pair[0].peer_has_left()
+        time.sleep(0.05)
+    pair[1].close()
+    while not pair[0].peer_has_left():
+        time.sleep(0.05)
+    pair[0].close()
+    assert not heartbeat.Heartbeats(Ranks(), None, tmp_path).peer_has_left()

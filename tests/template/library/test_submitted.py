@@ -1,0 +1,201 @@
+"""Test a search whose trials are Slurm jobs. Each trial must be submitted once, and a resumed
+search must find the job of a running trial.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from tests.template.runs import resolved, tiny
+from timm_parallel.lab.jobs import slurm_job as submitted
+from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
+from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.launch.job import conclude, run_job
+from timm_parallel.launch.supervisor import RankExits
+from timm_parallel.record.jobs import Job, read_jobs
+from timm_parallel.record.result import Result, write_result
+
+WORDS = ("cluster=slurm", "parallel=single", "search=optuna", "search.n_trials=3")
+
+
+class Slurm:
+    """Fake Slurm with a queue. Its jobs may end as soon as they are submitted."""
+
+    def __init__(self) -> None:
+        self.queue: dict[str, str] = {}
+        # The paths of all submitted job scripts.
+        self.scripts: list[str] = []
+        self.answers = True
+        # The status with which a job ends as soon as it is submitted. If None, the job stays in the
+        # queue.
+        self.at_once: str | None = None
+
+    def sbatch(self, script: Path) -> str:
+        if self.at_once == "refused":
+            raise ValueError("cluster=slurm: sbatch refuses the job: no such partition")
+        self.scripts.append(str(script))
+        if self.at_once is not None:
+            write_result(script.parent, Result(self.at_once, objective=0.1 * len(self.scripts)))
+        else:
+            self.queue[str(script)] = str(len(self.scripts))
+        return str(len(self.scripts))
+
+    def jobs_in_queue(self) -> dict[str, str]:
+        if not self.answers:
+            raise ValueError("squeue: no answer")
+        return dict(self.queue)
+
+    def cancel(self, job: str) -> None:
+        self.queue = {script: number for script, number in self.queue.items() if number != job}
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    made = Slurm()
+    for name in ("sbatch", "jobs_in_queue", "cancel"):
+        monkeypatch.setattr(submitted, name, getattr(made, name))
+    monkeypatch.setattr(submitted, "state_of", lambda job: "OUT_OF_MEMORY")
+    for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
+        monkeypatch.setattr(submitted, name, 0.0)
+    monkeypatch.setattr(submitted, "FILES_SECONDS", 0.2)
+    monkeypatch.setattr(
+        "timm_parallel.cluster.slurm.shutil.which", lambda program: f"/usr/bin/{program}"
+    )
+    return made
+
+
+def trial(folder: Path, config: object = None) -> SlurmJob:
+    """Build a trial as a search does when the trial starts. If `config` is given, save it in the
+    folder of the trial first.
+    """
+    if config is not None:
+        folder.mkdir()
+        run_job(config, folder)  # type: ignore[arg-type]
+    return SlurmJob(Job(0, "", ".", []), folder, None, SlurmQueue())
+
+
+def started(folder: Path, config: object = None) -> SlurmJob:
+    child = trial(folder, config)
+    child.start(Requirement("slurm", 1), [])
+    return child
+
+
+def test_running_slurm_trial_is_not_submitted_again_when_its_search_is_resumed(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
+    assert not child.has_ended()
+    # Delete job.id, as if the search had been killed before it wrote this file.
+    (folder / "job.id").unlink()
+    again = started(folder)
+    assert (folder / "job.id").read_text() == "1\n" and not again.has_ended()
+    write_result(folder, Result("failed", "lost a node"))
+    assert not started(folder).has_ended(), (
+        "a failed attempt that Slurm requeued must not end the trial"
+    )
+    write_result(folder, Result("done", seconds={"total": 7.0}))
+    last = started(folder)
+    assert last.has_ended() and last.conclude(None) is not None
+    assert (last.job.status, last.job.seconds) == ("done", 7.0)
+    assert len(slurm.scripts) == 1
+
+
+def test_interrupted_slurm_trial_is_submitted_again_when_its_search_is_resumed(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
+    child.send(15)
+    write_result(folder, Result("interrupted", "stopped by SIGTERM"))
+    assert child.has_ended() and child.conclude(15) is not None
+    assert child.job.status == "interrupted"
+    started(folder)
+    assert len(slurm.scripts) == 2
+
+
+def test_cancelled_slurm_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
+    config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
+    child = started(tmp_path / "0", config)
+    child.send(15)
+    conclude(config, tmp_path / "0", RankExits(signal=15))
+    assert child.has_ended() and child.conclude(None) is not None
+    assert child.job.status == "interrupted"
+    assert child.job.seconds is not None and child.job.seconds > 0
+
+
+def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    child = started(
+        tmp_path / "0", resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
+    )
+    slurm.answers = False
+    assert not child.has_ended(), (
+        "a failed query while Slurm's controller restarts must not fail the trial"
+    )
+    with pytest.raises(ValueError, match="squeue"):
+        started(tmp_path / "0")
+    slurm.answers, slurm.queue = True, {}
+    assert not child.has_ended(), (
+        "the trial must not fail yet, because its files may become visible later"
+    )
+    time.sleep(0.2)
+    assert child.has_ended() and child.conclude(None) is None
+    assert child.job.status == "out_of_memory" and "job 1" in child.job.reason
+
+
+def search(folder: Path, *words: str) -> int:
+    arguments = get_args_parser().parse_args(
+        ["-m", *tiny(f"hydra.sweep.dir={folder}", *WORDS, *words)]
+    )
+    return run_multirun(arguments, lambda data: None, lambda data: None)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_search_submits_every_trial_as_a_slurm_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("timm_parallel.lab.search.page.draw_study", lambda study, metric: [])
+    slurm.at_once, folder = "done", tmp_path / "search"
+    local = tmp_path / "slurm.sh"
+    local.write_text("module load cuda\n")
+    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
+    assert search(folder, "search.n_jobs=2") == 0
+    assert [Path(script).parent.name for script in slurm.scripts] == ["0", "1", "2"]
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
+    assert "module load cuda" in Path(slurm.scripts[2]).read_text()
+    local.write_text("module load rocm\n")
+    more = ["-m", f"sweep.resume={folder}", "search.n_trials=4"]
+    assert (
+        run_multirun(get_args_parser().parse_args(more), lambda data: None, lambda data: None) == 0
+    )
+    assert "module load rocm" in Path(slurm.scripts[3]).read_text(), (
+        "expected the setup lines of the machine that resumes the search"
+    )
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("search.n_jobs=auto",), "search.n_jobs=auto"),
+        (("cluster.submit=false",), "cluster.submit=false"),
+        (("cluster.cpus=range(1,4)",), "cluster.cpus=range"),
+        ((), "no such partition"),
+    ],
+)
+def test_refused_search_on_slurm_leaves_no_folder(
+    words: tuple[str, ...], named: str, slurm: Slurm, tmp_path: Path
+) -> None:
+    slurm.at_once = "refused"
+    with pytest.raises(ValueError, match=named):
+        search(tmp_path / "search", *words)
+    assert not (tmp_path / "search").exists()

@@ -1,0 +1,316 @@
+"""Test sweeps over strategies and numbers of devices. Each job must have the right world size,
+and equal the same config run alone.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from rich.console import Console
+
+from timm_parallel.config.compose import load_config
+from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
+from timm_parallel.keys import DataConfig, SweepConfig
+from timm_parallel.lab.jobs.folders import config_folder
+from timm_parallel.lab.sweep.blocks import freeze_jobs
+from timm_parallel.lab.sweep.board import counted
+from timm_parallel.lab.sweep.dry_run import count_runs, show_points
+from timm_parallel.lab.sweep.points import expand
+from timm_parallel.machine import hardware
+from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_result
+from timm_parallel.testing.commands import processes_of
+from timm_parallel.testing.ranks import train_warm
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "train.epochs=1",
+    "optim.warmup_epochs=0",
+    "data.limit_train=128",
+)
+
+
+def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    jobs = json.loads((folder / "jobs.json").read_text())["jobs"]
+    return [
+        json.loads((folder / job["folder"] / "result.json").read_text())
+        for job in jobs
+        if job["status"] == "done"
+    ]
+
+
+def statuses(folder: Path) -> list[str]:
+    return [job.status for job in read_jobs(folder).jobs]
+
+
+def points(*overrides: str) -> Any:
+    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_batch() -> None:
+    expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
+    assert [bool(point.reason) for point in expanded] == [False, True, False, True]
+    assert [point.code for point in expanded] == ["", ONE_DEVICE, "", BATCH_NOT_DIVISIBLE]
+    assert "63, 66" in expanded[3].reason
+
+
+@pytest.mark.slow(seconds=1)
+def test_skipped_dp_job_has_a_reason_code_for_a_too_small_batch_or_several_nodes() -> None:
+    small = points(
+        "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
+    )
+    assert [point.code for point in small] == [BATCH_TOO_SMALL, ""]
+    on_slurm = ("cluster=slurm", "cluster.nodes=2", "cluster.gpus=2", "cluster.submit=false")
+    nodes = points("parallel=dp,ddp", "parallel.devices=4", *on_slurm)
+    assert [point.code for point in nodes] == [ONE_PROCESS, ""]
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
+def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
+) -> None:
+    """Outside of a terminal, a sweep prints one line after 2 s, and then one every 10 s.
+    Composing each of the four configs takes `seconds` of a fake clock.
+    """
+    clock = iter(seconds * number for number in range(100))
+    monkeypatch.setattr(
+        "timm_parallel.lab.sweep.board.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
+    assert len(points("seed=1,2,3,4")) == 4
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == lines
+    assert output.err.count(" of 4") == lines
+
+
+def test_progress_bar_of_a_sweep_is_erased_when_the_sweep_is_interrupted_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 0.0)
+
+    def compose() -> None:
+        with counted("composing", 7) as count:
+            count()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compose()
+    err = capsys.readouterr().err
+    assert "1/7" in err
+    # The escape codes must erase the line of the progress bar and make the cursor visible again.
+    assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
+    expanded = points("parallel=single,ddp", "parallel.devices=1,2", "data.batch_size=64")
+    for repeats in (1, 4):
+        settings = SweepConfig(repeats=repeats)
+        folder = tmp_path / str(repeats)
+        folder.mkdir()
+        jobs = freeze_jobs(folder, expanded, settings).jobs
+        runs = sum(job.status != "skipped" for job in jobs)
+        assert count_runs(expanded, settings).startswith(f"{runs} runs")
+    assert count_runs(expanded[:1], SweepConfig()) == "1 run"
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes: list[object] = []
+
+    def training_size(data: DataConfig) -> int:
+        sizes.append(data)
+        return 1280
+
+    on_cpu = "parallel.accelerator=cpu"
+    expanded = points(on_cpu, "optim.lr=0.1,0.2", "data.batch_size=64")
+    show_points(expanded, SweepConfig(), training_size)
+    table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert len(sizes) == 1
+    assert "optim.lr=0.2" in table
+    assert not [
+        text
+        for text in ("model=tiny", "print_config", "per device", "steps", "can run here")
+        if text in table
+    ]
+    assert last == "2 runs, global batch 64, per device 64, steps 20"
+    expanded = points(on_cpu, "parallel=single", "parallel.devices=2,3")
+    show_points(expanded, SweepConfig(), training_size)
+    assert "can run here" in capsys.readouterr().out
+
+
+@pytest.mark.slow(seconds=2)
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device() -> None:
+    expanded = points("parallel.accelerator=cpu", "parallel=single,dp,ddp", "parallel.devices=1,2")
+    assert (
+        len({point.config.parallel.threads_per_device for point in expanded if not point.reason})
+        == 1
+    )
+
+
+@pytest.mark.slow(seconds=1)
+def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_on_a_gpu_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = hardware.CudaDevice(0, "a GPU", 2**34, "GPU-0")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (gpu,))
+    monkeypatch.setattr(hardware, "cores", lambda: 8)
+    expanded = points("parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=1,2")
+    assert [point.config.parallel.threads_per_device for point in expanded] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]],
+)
+def test_sweep_is_refused_when_a_swept_value_is_invalid(overrides: list[str]) -> None:
+    with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
+        points(*overrides)
+
+
+def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
+    with pytest.raises(ValueError, match=r"seed=range\(3,3\): "):
+        points("seed=range(3,3)")
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
+    """Jobs start from these written configs. Later edits in conf/ must not change them."""
+    jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
+    assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
+
+
+# This slow test runs at night only. For each commit, test_small_project.py runs such a sweep, and
+# test_side_by_side.py compares its jobs with jobs run alone.
+@pytest.mark.processes
+@pytest.mark.parametrize("strategies", ["single,ddp", "single,dp"])
+@pytest.mark.slow(seconds=20)
+@pytest.mark.nightly
+def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
+    tmp_path: Path, strategies: str
+) -> None:
+    """The sweep must skip single on two devices. A job run alone must equal the same job in the
+    sweep bit for bit.
+    """
+    folder = tmp_path / "sweep"
+    done = sweep(
+        folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1"
+    )
+    assert done.returncode == 0, done.stderr
+    done_results = results(folder)
+    wanted = [
+        ("single", 1, 1, 1),
+        ("dp", 2, 2, 1),
+        ("dp", 1, 1, 1),
+        ("ddp", 2, 2, 2),
+        ("ddp", 1, 1, 1),
+    ]
+    wanted = [row for row in wanted if row[0] in strategies.split(",")]
+    assert statuses(folder) == ["skipped", *["done"] * len(wanted)]
+    assert [
+        (r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in done_results
+    ] == wanted
+    for result in done_results:
+        assert result["val"]["loss"] == pytest.approx(done_results[0]["val"]["loss"], abs=1e-5)
+        assert result["val"]["samples"] == 270
+    assert (folder / "report.html").exists()
+    assert "single uses one device" in (folder / "report.md").read_text()
+    on_two_devices = load_config(folder / read_jobs(folder).jobs[2].folder)
+    alone = read_result(train_warm(on_two_devices, tmp_path / "alone"))
+    assert (alone.val, alone.parameters_hash) == (
+        done_results[1]["val"],
+        done_results[1]["parameters_hash"],
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    done = sweep(folder, "model.num_classes=3,10", "parallel=single")
+    assert done.returncode == 1
+    assert statuses(folder) == ["failed", "done"]
+    assert "num_classes=3" in read_jobs(folder).jobs[0].reason
+    assert "num_classes=3" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=single", "seed=1,2,3"),
+        # The signal interrupts the second job, which uses ddp in this sweep.
+        pytest.param(("parallel=single,ddp,dp",), marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "sweep"
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        *SMALL,
+        *words,
+        "train.epochs=10",
+        "train.evaluate_every=0",
+        "parallel.threads_per_device=1",
+    ]
+    running = subprocess.Popen(
+        [*command, f"hydra.sweep.dir={folder}"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    log = folder / "1" / "metrics.jsonl"
+    # Wait until the second job has begun to train.
+    while not (log.exists() and log.stat().st_size):
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=300)
+    assert running.returncode == 130, output
+    assert statuses(folder) == ["done", "interrupted", "waiting"]
+    assert not processes_of(folder)
+    first = (folder / "0" / "result.json").read_text()
+    again = subprocess.run(
+        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert statuses(folder) == ["done"] * 3
+    assert (folder / "0" / "result.json").read_text() == first

@@ -1,0 +1,331 @@
+"""Test checks before the first job of a sweep: the data, the values of each job, and the folders
+of a resumed sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from src.app import app
+from tests.template.runs import tiny
+from timm_parallel.data.build import check_data
+from timm_parallel.entry import run_command
+from timm_parallel.errors import ONE_DEVICE
+from timm_parallel.keys import Config
+from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.record.jobs import Jobs, read_jobs
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.testing.commands import Refuse
+from timm_parallel.testing.configs import parse
+
+SMALL = (
+    "-m",
+    "model=tiny",
+    "print_config=false",
+    "parallel=single",
+    "parallel.threads_per_device=1",
+)
+
+
+# The next tests check that invalid command lines are refused.
+
+
+@pytest.mark.parametrize("dry_run", ["false", "true"])
+def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
+    refuse: Refuse, tmp_path: Path, dry_run: str
+) -> None:
+    images = image_folder(tmp_path / "images")
+    gone = tmp_path / "gone"
+    line = refuse(
+        *SMALL,
+        "data=folder",
+        "data.batch_size=2",
+        f"data.root={images},{gone}",
+        f"sweep.dry_run={dry_run}",
+    )
+    assert f"data.root={gone}" in line
+    assert f"{gone}/train" in line
+
+
+@pytest.mark.slow(seconds=2)
+def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is_missing(
+    refuse: Refuse, tmp_path: Path
+) -> None:
+    images = image_folder(tmp_path / "images")
+    gone = tmp_path / "gone"
+    line = refuse(
+        *SMALL, "search=optuna", "data=folder", "data.batch_size=2", f"data.root={images},{gone}"
+    )
+    assert f"data.root={gone}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("data.limit_train=40,100", "data.batch_size=64"), ("data.batch_size=64", "40 images")),
+        (("data.batch_size=16,2000",), ("data.batch_size=2000", "1257 images")),
+        (("train.accumulate=1,30",), ("train.accumulate=30", "19 batches")),
+        (("seed=1,2", "data.limit_train=9", "sweep.dry_run=true"), ("9 images",)),
+        (("search=optuna", "data.limit_train=9", "data.batch_size=10"), ("9 images",)),
+        (("search=optuna", "data.batch_size=choice(8,1258)"), ("data.batch_size=1258",)),
+        (
+            (
+                *("sweep.tune=['data.workers=1']", "data.limit_train=9"),
+                *("train.max_steps=3", "train.evaluate_every=0"),
+            ),
+            ("9 images",),
+        ),
+    ],
+)
+def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training_images(
+    refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    line = refuse(*SMALL, *words)
+    assert [text for text in named if text not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("optim.lr=0.1,abc",), ("optim.lr=abc", "number")),
+        (("train.epochs=1.5,2",), ("train.epochs=1.5", "integer")),
+        (("optim.lr=interval(0.001,0.1)",), ("optim.lr=interval(0.001,0.1)", "search=optuna")),
+        (('tags="a,b","c d"',), ('tags="a,b"', "list")),
+        (("optim.opt=[adamw,sgd]",), ("optim.opt=[adamw,sgd]",)),
+        (("optim.opt=[adamw,sgd],adamw",), ("optim.opt=[adamw,sgd]",)),
+        (("optim.betas=[0.9,0.95],[0.9,0.99]",), ("optim.betas", "+optim.kwargs.betas")),
+        (("optim.lr=1e-3,",), ("optim.lr=1e-3,",)),
+        (("model=tiny,resnet50",), ("model=resnet50", "model.name=resnet50")),
+        (("seed=1,2,1",), ("seed=1,2,1", "seed=1 twice", "sweep.repeats")),
+        (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
+    ],
+)
+def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twice(
+    refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    line = refuse(*SMALL, *words)
+    assert [text for text in named if text not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("model=resnet50", "model.name=resnet50"),
+        ("model=resnet50.a1_in1k", "model.name=resnet50.a1_in1k"),
+        ("model=tinny", "did you mean tiny"),
+        ("optim.betas=[0.9,0.95]", "+optim.kwargs.betas"),
+        ("model.drop_path_rate=0.1", "+model.kwargs.drop_path_rate"),
+        ("optim.weigth_decay=0.1", "did you mean optim.weight_decay"),
+    ],
+)
+def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
+    refuse: Refuse, word: str, named: str
+) -> None:
+    assert named in refuse(word)
+
+
+# The next test interrupts a sweep before its first job.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    """The signal arrives while the sweep writes the config of its second job."""
+    from timm_parallel.lab.sweep import blocks
+
+    written: list[str] = []
+    freeze = blocks.freeze_job
+
+    def interrupted(folder: Path, job: object, point: object) -> None:
+        if written:
+            os.kill(os.getpid(), number)
+        written.append("a job")
+        freeze(folder, job, point)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blocks, "freeze_job", interrupted)
+    # Disable the progress display, which a slow machine would print in addition to the one expected
+    # line.
+    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)
+    folder = tmp_path / "sweep"
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"]
+    )
+    before = signal.getsignal(number)
+    assert run_command(app) == 128 + number
+    assert signal.getsignal(number) == before
+    out, err = capfd.readouterr()
+    assert written and not folder.exists()
+    assert len((out + err).splitlines()) == 1
+    assert number.name in err
+
+
+# The next tests resume a sweep whose folder was changed.
+
+
+@pytest.fixture
+def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop every sweep before its first job. Instead, write the folders of the jobs that would
+    run. Return the list of their names.
+    """
+    waiting: list[str] = []
+
+    def run(sweep: Sweep) -> int:
+        waiting[:] = [write_job_folder(sweep.jobs.folder, job).name for job in sweep.waiting()]
+        sweep.jobs.write()
+        return 0
+
+    monkeypatch.setattr(Sweep, "run", run)
+    return waiting
+
+
+def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
+    """Start a sweep with the given overrides, so that the configs of all its jobs are written.
+    No job runs.
+    """
+    command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
+    sys.argv[:] = ["train.py", "-m", *command]
+    assert run_multirun(parse("-m", *command), lambda data: None, check) == 0
+    return read_jobs(folder)
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_prints_the_reason_of_a_skipped_job(
+    tmp_path: Path,
+    no_jobs: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    jobs = start(tmp_path / "sweep", "parallel.devices=1,2")
+    monkeypatch.setattr(
+        "timm_parallel.lab.report.report.write_report", lambda folders: "report.html"
+    )
+    monkeypatch.setattr("timm_parallel.lab.sweep.sweep.show_headline", lambda folder: None)
+    capsys.readouterr()
+    Sweep(jobs)._close()
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
+    assert "parallel.devices=2" in line and jobs.jobs[1].reason in line
+    assert [job.code for job in read_jobs(tmp_path / "sweep").jobs] == ["", ONE_DEVICE]
+
+
+def resume(folder: Path) -> int:
+    return run_multirun(parse("-m", f"sweep.resume={folder}"), lambda data: None, check_data)
+
+
+@pytest.fixture(autouse=True)
+def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
+    checked: list[int | None] = []
+    start(
+        tmp_path / "sweep",
+        "seed=1,2",
+        "data.limit_train=64,128",
+        check=lambda config: checked.append(config.data.limit_train),
+    )
+    assert checked == [64, 128]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=2)
+def test_resumed_sweep_ignores_and_overwrites_an_edited_config_in_a_job_folder(
+    tmp_path: Path, no_jobs: list[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
+    edited = folder / "0_block_1" / "config.yaml"
+    text = edited.read_text()
+    edited.write_text(text.replace("  lr: 0.001\n", "  lr: 0.5\n"))
+    assert edited.read_text() != text
+    assert resume(folder) == 0
+    assert edited.read_text() == text
+
+
+@pytest.mark.slow(seconds=2)
+def test_resumed_sweep_writes_deleted_job_folders_with_their_original_configs(
+    tmp_path: Path, no_jobs: list[str]
+) -> None:
+    """One deleted folder is of a finished job, the other of a waiting job. The recorded command
+    was edited, so composing it again would give other configs.
+    """
+    folder = tmp_path / "sweep"
+    jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
+    for job in jobs.jobs:
+        job.status = "done"
+        write_result(folder / job.folder, Result("done"))
+    waiting = next(job for job in jobs.jobs if job.folder == "1_block_0")
+    waiting.status = "waiting"
+    jobs.command = jobs.command.replace("1e-4", "1e-5")
+    jobs.write()
+    wanted = {name: files_of(folder / name) for name in ("0_block_1", "1_block_0")}
+    for name in wanted:
+        shutil.rmtree(folder / name)
+    assert resume(folder) == 0
+    assert sorted(no_jobs) == ["0_block_1", "1_block_0"]
+    assert {name: files_of(folder / name) for name in wanted} == wanted
+
+
+def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
+    tmp_path: Path, without_plots: None
+) -> None:
+    from scripts import report
+
+    folder = tmp_path / "sweep"
+    start_and_stop(folder)
+    path = folder / "jobs.json"
+    path.write_text(path.read_text()[:-100])
+    with pytest.raises(ValueError, match="damaged") as refused:
+        resume(folder)
+    command = str(refused.value).partition("python scripts/report.py ")[2]
+    words = subprocess.run(
+        ["bash", "-c", f"echo {command}"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert report.main(words) == 0
+    assert (folder / "report.html").exists()
+
+
+# The functions below write and read the folders for these tests.
+
+
+def start_and_stop(folder: Path) -> None:
+    """Write the folder of a sweep that was stopped with one finished job and one waiting job."""
+    from timm_parallel.testing.report_sweeps import Sweep as Folder
+
+    sweep = Folder(folder)
+    sweep.add("single", 1)
+    waiting = sweep.add("ddp", 2)
+    (waiting / "result.json").unlink()
+    sweep.write()
+
+
+def image_folder(root: Path) -> Path:
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(root / split / name / "0.png")
+    return root
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Read the config files in the folder of a job that has not started. Return a dictionary
+    from file name to text.
+    """
+    names = ("config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml")
+    return {name: (folder / name).read_text() for name in names}

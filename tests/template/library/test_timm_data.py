@@ -1,0 +1,222 @@
+"""Test `data=timm`: datasets with timm's names, read from disk or refused with a fix. These
+tests download nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from src.data.transforms import OnImage, train_transform
+from src.schema import ResolvedConfig
+from src.train.build import build_data_and_model, build_run
+from tests.template.runs import resolved
+from timm_parallel.app import as_resolved
+from timm_parallel.data.build import build_dataset, check_data
+from timm_parallel.data.samplers import IndexBatch
+from timm_parallel.errors import UnreadableImageError
+from timm_parallel.keys import Config
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.testing.ranks import in_ranks
+
+CLASSES = ("cat", "dog")
+
+
+def png(value: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (12, 10), (value, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def config_of(name: str, root: Path, *overrides: str) -> Config:
+    return resolved(
+        "data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides
+    )
+
+
+def values_and_labels(split: Any) -> list[tuple[int, int]]:
+    """Return (red value, label) of every sample of a split. In these data the label is the red
+    value modulo 2.
+    """
+    return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
+
+
+def write_mnist(root: Path, count: int) -> None:
+    """Write the raw files of MNIST as torchvision unpacks them. torchvision checks only that
+    these files exist.
+    """
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        pixels = np.arange(count, dtype=np.uint8).repeat(28 * 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 2051, count, 28, 28) + pixels.tobytes()
+        )
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 2049, count) + labels.tobytes()
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("data.name=torch/mnist",), r"^data\.root=null: .*data\.kwargs\.download=true"),
+        (("data=timm", "data.name=torch/kmnist"), r"^data\.root=null: "),
+        (("data=timm", "data.name=torch/cifar100", "data.root=gone"), r"^data\.root=/.*gone: "),
+        (("data=timm", "data.name=hfds/some/images"), r"^data\.name=hfds/some/images: .*datasets"),
+    ],
+)
+def test_dataset_of_timm_is_refused_before_the_start_when_folder_or_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=named):
+        check_data(resolved(*words))
+
+
+def test_download_of_torchvision_dataset_needs_no_existing_folder(tmp_path: Path) -> None:
+    check_data(config_of("torch/mnist", tmp_path / "new", "+data.kwargs.download=true"))
+
+
+def test_torchvision_dataset_on_disk_is_read_without_a_download(tmp_path: Path) -> None:
+    write_mnist(tmp_path, 24)
+    images = build_dataset(config_of("torch/mnist", tmp_path).data)
+    assert (images.in_chans, len(images.target_names), len(images.train)) == (1, 10, 24)
+    image, label = images.train[7]
+    assert (image.shape, image.dtype, int(image[0, 3, 3]), label) == (
+        (1, 28, 28),
+        torch.uint8,
+        7,
+        7,
+    )
+
+
+def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_one(
+    tmp_path: Path,
+) -> None:
+    write_mnist(tmp_path, 24)
+    augment = (
+        "data.augment.crop_padding=2",
+        "data.augment.hflip=0.5",
+        "data.limit_train=20",
+        "data.crop_pct=1.0",
+    )
+    batches = []
+    for side in (28, 32):
+        config = config_of(
+            "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
+        )
+        resolved = cast(ResolvedConfig, as_resolved(config))
+        run = build_run(resolved, build_strategy(resolved.parallel, Ranks(), None))
+        loaders = (run.train_loader, *run.eval_loaders.values())
+        assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
+        assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
+        fetcher, request = run.train_loader.fetcher, IndexBatch(0, np.arange(6))
+        if side == 28:
+            fields, _, _, draws = fetcher.read(request)
+            batches.append(fetcher.finish(fields, draws, lambda pixels: pixels))
+            each = train_transform(resolved.data.augment, (side, side), resize=True)
+            fetcher.transform = OnImage.of(each)
+            fetcher.gathers, fetcher.on_pixels = False, None
+            batches.append(fetcher.read(request)[0])
+        for loader in loaders:
+            loader.close()
+    gathered, single = batches
+    assert list(gathered) == list(single) == ["image", "target"]
+    assert all(torch.equal(gathered[name], single[name]) for name in gathered)
+
+
+def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
+    """Build the dataset on this rank, with a fake download that writes local files. Return the
+    number of downloads by this rank, the number of images, and the last label.
+    """
+    downloads = []
+
+    def download(dataset: torchvision.datasets.MNIST) -> None:
+        if not dataset._check_exists():
+            downloads.append(dataset.root)
+            # Wait during the fake download. Without a lock, the other rank would now start a
+            # download, or read incomplete files.
+            time.sleep(1)
+            write_mnist(Path(root), 24)
+
+    torchvision.datasets.MNIST.download = download  # type: ignore[method-assign]
+    config = config_of(
+        "torch/mnist",
+        Path(root),
+        "+data.kwargs.download=true",
+        "parallel=ddp",
+        "parallel.devices=2",
+    )
+    resolved = cast(ResolvedConfig, as_resolved(config))
+    strategy = build_strategy(resolved.parallel, ranks, store)
+    split = build_data_and_model(resolved, strategy).dataset.train
+    strategy.close()
+    return len(downloads), len(split), split[23][1]
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(
+    tmp_path: Path,
+) -> None:
+    outcomes = in_ranks(read_in_rank, 2, str(tmp_path), timeout=120)
+    assert sorted(downloads for downloads, _, _ in outcomes) == [0, 1]
+    assert [outcome[1:] for outcome in outcomes] == [(24, 3)] * 2
+
+
+def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
+    """Class names must come from the file. The library decodes the images itself, so that the
+    error on a damaged image has the number of the image.
+    """
+    hub = pytest.importorskip("datasets", reason="needs the package datasets")
+    features = hub.Features({"picture": hub.Image(), "kind": hub.ClassLabel(names=list(CLASSES))})
+    for split, count in (("train", 6), ("validation", 3)):
+        pictures = [
+            {"bytes": png(n) if (split, n) != ("validation", 2) else b"cut", "path": None}
+            for n in range(count)
+        ]
+        table = hub.Dataset.from_dict(
+            {"picture": pictures, "kind": [n % 2 for n in range(count)]}, features=features
+        )
+        table.to_parquet(tmp_path / "here" / f"{split}-00000-of-00001.parquet")
+    columns = ("+data.kwargs.input_key=picture", "+data.kwargs.target_key=kind")
+    images = build_dataset(
+        config_of(f"hfds/{tmp_path / 'here'}", tmp_path / "cache", *columns).data
+    )
+    assert images.target_names == list(CLASSES)
+    assert values_and_labels(images.train) == [(n, n % 2) for n in range(6)]
+    assert [images.val[n][1] for n in range(2)] == [0, 1]
+    with pytest.raises(UnreadableImageError, match="image 2 of validation"):
+        images.val[2]
+
+
+@pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist", "torch/fashion_mnist"])
+def test_error_names_the_download_key_when_torchvision_data_is_missing(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"data\.kwargs\.download=true") as refusal:
+        build_dataset(config_of(name, tmp_path).data)
+    assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)
+
+
+def test_hugging_face_dataset_error_has_a_pip_command_when_the_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    # Remove the module in which timm imports the package, so that timm imports it again.
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+    with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
+        build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)

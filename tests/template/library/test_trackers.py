@@ -1,0 +1,523 @@
+"""Test trackers. The tracking tools must have everything that the run recorded. A tool that
+fails or hangs must change neither the run nor its end.
+
+Tests of wandb and MLflow run offline. They are skipped if these packages are missing: pip
+install -r requirements-trackers.txt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ImageFont
+
+from src.schema import Config, ResolvedConfig
+from src.train import run as lifecycle
+from tests.template.runs import resolved
+from timm_parallel.keys import TrackerConfig
+from timm_parallel.machine import process_exit
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped
+from timm_parallel.record import recorder
+from timm_parallel.record.confusion import draw_confusion, short
+from timm_parallel.runtime.run import Training
+from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.trackers import tracker as trackers
+from timm_parallel.trackers.tracker import Channel, Tracker
+
+SHORT = (
+    *(
+        "parallel=single",
+        "parallel.accelerator=cpu",
+        "train.log_every=1",
+        "train.epochs=1",
+        "train.max_steps=4",
+    ),
+    *("data.limit_train=64", "data.batch_size=16", "print_config=false"),
+)
+ALL = "tracker=[tensorboard,wandb,mlflow]"
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_failure_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore `exit_handlers_may_block` after each test. A failed tracker sets this flag. The
+    process would then exit without exit handlers, which must not happen to pytest.
+    """
+    monkeypatch.setattr(process_exit, "exit_handlers_may_block", False)
+
+
+class Kept(Tracker):
+    """Tracker that records all calls in a list of the class."""
+
+    calls: list[tuple[Any, ...]] = []
+
+    def start(self) -> None:
+        Kept.calls = [("start", self.resume_step)]
+
+    def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
+        self.calls.append(("numbers", step, values))
+
+    def image(self, name: str, step: int, pixels: np.ndarray) -> None:
+        self.calls.append(("image", name, pixels.shape, str(pixels.dtype)))
+
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        self.calls.append(("end", status, summary))
+
+
+class Unbuildable(Tracker):
+    def __init__(self, *arguments: Any) -> None:
+        raise ImportError("the accident of this test")
+
+
+class Unstartable(Tracker):
+    def start(self) -> None:
+        raise SystemExit("the accident of this test")
+
+
+class Failing(Tracker):
+    def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
+        raise ConnectionError("no answer from https://me:pass1234@example.org")
+
+
+class FailingAtEnd(Tracker):
+    def end(self, status: str, summary: dict[str, float]) -> None:
+        raise ConnectionError("the accident of this test")
+
+
+class Hanging(Tracker):
+    released = threading.Event()
+
+    def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
+        self.released.wait(60)
+
+
+@pytest.fixture
+def hanging() -> Iterator[None]:
+    """Let the threads of hanging trackers end after the test."""
+    yield
+    Hanging.released.set()
+
+
+def config_with(**classes: type[Tracker]) -> ResolvedConfig:
+    """Build the config of a small run with trackers that this file defines. A fork of this
+    project registers its trackers in the same way.
+    """
+    config = resolved(*SHORT)
+    config.tracker.use = {name: f"{cls.__module__}.{cls.__name__}" for name, cls in classes.items()}
+    return config
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == trackers.__name__]
+
+
+def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_path: Path) -> None:
+    lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
+    numbers = [
+        (step, values)
+        for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")
+    ]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    others = ("step", "epoch", "time")
+    assert numbers == [
+        (line["step"], {k: v for k, v in line.items() if k not in others}) for line in lines
+    ]
+    images = [call[1:] for call in Kept.calls if call[0] == "image"]
+    assert [name for name, _, _ in images] == ["train/images", "val/confusion", "test/confusion"]
+    assert {(shape[2], kind) for _, shape, kind in images} == {(3, "uint8")}
+    assert Kept.calls[0] == ("start", 0)
+    assert Kept.calls[-1][:2] == ("end", "done") and Kept.calls[-1][2]["images_per_sec"] > 0
+
+
+def test_image_that_cannot_be_drawn_causes_a_warning_and_trackers_still_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("the accident of this test")
+
+    monkeypatch.setattr("torchvision.utils.make_grid", fail)
+    made = recorder.Recorder(config_with(kept=Kept), tmp_path, True, 0)
+    made.images(torch.zeros(2, 3, 8, 8), torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    result: Any = SimpleNamespace(steps=4, status="done", throughput={}, seconds={})
+    made.draw(4, "val", fail)
+    made.image(4, "val/figure", np.zeros((2, 2)))
+    made.end(result)
+    made.close()
+    assert [call[0] for call in Kept.calls] == ["start", "end"]
+    lines = [record.getMessage() for record in caplog.records if record.name == recorder.__name__]
+    assert [line.split()[0] for line in lines] == ["train/images", "val", "val/figure"]
+    assert all("the accident of this test" in line for line in lines[:2])
+
+
+@given(
+    st.lists(
+        st.text(max_size=30) | st.sampled_from(["red\nrose", "\x1b[31m", "\r\n", "\udce4", ""]),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None:
+    """A folder or a CSV file may name a class with line breaks, control characters or bytes that
+    are not UTF-8.
+    """
+    pixels = draw_confusion(np.eye(len(names), dtype=np.int64), names)
+    assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
+
+
+def test_large_counts_in_a_confusion_matrix_are_abbreviated_and_fit_into_their_cells() -> None:
+    counts = {7: "7", 9_999: "9999", 10_497: "10k", 999_999: "999k", 12_345_678: "12M"}
+    assert {count: short(count) for count in counts} == counts
+    font = ImageFont.load_default(12)
+    # A cell is 30 pixels wide. A number that is up to 2 pixels wider still does not touch the
+    # number in the next cell.
+    assert all(font.getlength(short(8 * 10**power)) <= 30 + 2 for power in range(15))
+
+
+def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, status in (
+        (RuntimeError("the accident"), "failed"),
+        (Stopped(15), "interrupted"),
+    ):
+
+        def end_epoch(self: Training, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Training, "_end_epoch", end_epoch)
+        with pytest.raises(type(error)):
+            lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
+        assert Kept.calls[-1] == ("end", status, {})
+
+
+@pytest.mark.parametrize("kind", [Unbuildable, Unstartable, Failing, FailingAtEnd])
+def test_run_continues_without_a_failing_tracker_and_logs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tracker]
+) -> None:
+    lifecycle.run(config_with(first=kind, kept=Kept), tmp_path, Ranks(), None)
+    assert (tmp_path / "result.json").exists() and Kept.calls[-1][:2] == ("end", "done")
+    (line,) = warnings(caplog)
+    assert line.startswith("tracker first: ") and "pass1234" not in line and "\n" not in line
+
+
+@pytest.mark.slow(seconds=2)
+def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_other_trackers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
+) -> None:
+    monkeypatch.setattr("timm_parallel.record.recorder.END_SECONDS", 0.8)
+    Hanging.released.clear()
+    waits: list[float] = []
+    join = threading.Thread.join
+
+    def recorded(self: threading.Thread, timeout: float | None = None) -> None:
+        if self.name == "tracker first" and timeout is not None:
+            waits.append(timeout)
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", recorded)
+    lifecycle.run(config_with(first=Hanging, kept=Kept), tmp_path, Ranks(), None)
+    # The run must wait only once for the tracker, although the run closes its files a second time.
+    assert len(waits) == 1 and waits[0] <= 0.8
+    assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]
+    assert process_exit.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
+    assert trackers.END_SECONDS <= 10
+
+
+def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hanging: None
+) -> None:
+    monkeypatch.setattr(trackers, "LONGEST_QUEUE", 5)
+    Hanging.released.clear()
+    channel = Channel("first", f"{__name__}.Hanging", ResolvedConfig(), tmp_path, 0)
+    for step in range(50):
+        channel.put("numbers", step, 0.0, 0.0, {"train/loss": 1.0})
+    assert len(channel._calls) <= 5
+    assert warnings(caplog) == [
+        "tracker first: is too slow: 5 calls are waiting; the run continues without it"
+    ]
+
+
+def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
+    first, second = (
+        Tracker(ResolvedConfig(), tmp_path, 0).run_id(partial(str, id)) for id in ("a1", "b2")
+    )
+    assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
+
+
+def test_tracker_names_a_sweep_after_task_name_and_the_folder_with_jobs_json(
+    tmp_path: Path,
+) -> None:
+    sweep = tmp_path / "2026-01-01" / "12-00-00"
+    (sweep / "0").mkdir(parents=True)
+    job = Tracker(ResolvedConfig(task_name="flowers"), sweep / "0", 0)
+    assert job.sweep is None
+    (sweep / "jobs.json").write_text("{}")
+    assert job.sweep == "flowers 2026-01-01 12-00-00"
+
+
+def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+    """Make wandb and mlflow look installed or missing. A missing package gets a spec without
+    origin, as Python returns for a plain folder with the name wandb.
+    """
+    actual = importlib.util.find_spec
+
+    def find_spec(name: str) -> object:
+        if name not in ("wandb", "mlflow"):
+            return actual(name)
+        return SimpleNamespace(origin="file" if name in installed else None)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ["tensorboard"]),
+        (("tracker=none",), []),
+        (("tracker=wandb",), ["wandb"]),
+        (("tracker=[tensorboard,mlflow]",), ["tensorboard", "mlflow"]),
+    ],
+)
+def test_tracker_override_selects_the_trackers_in_use(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: list[str]
+) -> None:
+    set_installed(monkeypatch, "wandb", "mlflow")
+    assert list(resolved(*overrides).tracker.classes()) == expected
+
+
+def test_default_tracker_config_selects_tensorboard_only() -> None:
+    assert TrackerConfig().classes() == {
+        "tensorboard": "timm_parallel.trackers.tensorboard.TensorBoard"
+    }
+
+
+def test_wandb_and_mlflow_are_refused_with_a_pip_command_when_not_installed(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_installed(monkeypatch)
+    for name in ("wandb", "mlflow"):
+        line = refuse(f"tracker=[tensorboard,{name}]")
+        assert f"tracker={name}" in line and "pip install -r requirements-trackers.txt" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("tracker=wnadb", "tracker=wnadb"),
+        ("tracker.entity=lab", "tracker.entity=lab"),
+        ("tracker.mode=offline", "tracker.mode=offline"),
+        ("tracker.uri=http://localhost:5000", "tracker.uri=http://localhost:5000"),
+        ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri"),
+    ],
+)
+def test_tracker_option_is_refused_when_no_selected_tracker_uses_the_option(
+    refuse: Refuse, override: str, key: str
+) -> None:
+    line = refuse(override)
+    assert line.startswith(f"train.py: {key}: ") and "pass1234" not in line
+
+
+def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
+    from timm_parallel.config.validate import check_values
+
+    config = Config()
+    config.tracker.use = {"csv": "src.train.csv_tracker.CsvTracker"}
+    with pytest.raises(
+        ValueError, match=r"tracker\.use\.csv=src\.train\.csv_tracker\.CsvTracker: no such class"
+    ):
+        check_values(config)
+
+
+def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
+    tmp_path: Path,
+) -> None:
+    from timm_parallel.checked_configs import evaluation_config
+    from timm_parallel.config.compose import save_config
+
+    config = resolved(*SHORT)
+    config.tracker.use = {"mlflow": True}
+    save_config(config, tmp_path)
+    assert evaluation_config(tmp_path, []).tracker == TrackerConfig()
+
+
+# The next tests use the real packages wandb and mlflow without a network.
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Read the records in all .wandb files of a run folder, in the order of the attempts. These
+    files have the log format of LevelDB.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            # Skip the last bytes of a block of 32 KiB if they are too few for the header of a
+            # record.
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+            whole += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):
+                records.append(Record.FromString(whole))
+                whole = b""
+    return records
+
+
+def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
+    curve = []
+    for record in wandb_records(folder):
+        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        if name in items:
+            curve.append((int(items["step"]), float(items[name])))
+    return curve
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.processes
+def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
+    train: Train, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb")
+    mlflow = pytest.importorskip("mlflow")
+    environment = {
+        "WANDB_MODE": "offline",
+        "WANDB_API_KEY": SECRET,
+        "MLFLOW_TRACKING_PASSWORD": f"{SECRET}1",
+    }
+    output = f"paths.output_dir={tmp_path / 'out'}"
+    first = train(*SHORT[:-3], ALL, output, "tracker.project=flowers", environment=environment)
+    assert first.returncode == 0, first.output
+    second = train(
+        f"resume={first.folder}", "train.max_steps=6", environment=environment, defaults=False
+    )
+    assert second.returncode == 0, second.output
+    lines = [(line["step"], line["train/loss"]) for line in first.metrics if "train/loss" in line]
+    assert [step for step, _ in lines] == [1, 2, 3, 4, 5, 6]
+    # Check the curve and the run that wandb has recorded.
+    assert curve_of_wandb(first.folder, "train/loss") == lines
+    runs = [record.run for record in wandb_records(first.folder) if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1 and {run.project for run in runs} == {"flowers"}
+    # On a busy machine, a tracker that does not end in time prints no command for its curves.
+    # Therefore the command may be in the output of either attempt.
+    assert (
+        "wandb sync" in first.stdout + second.stdout and "mlflow ui" in first.stdout + second.stdout
+    )
+    # Check the curve, the settings and the images that MLflow has recorded.
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("flowers").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == str(
+        first_value(first.folder, "lr")
+    )
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in history) == lines
+    pictures = {
+        Path(item.path).name.split("+")[0]
+        for item in client.list_artifacts(run.info.run_id, "images")
+    }
+    assert pictures == {"train~images", "val~confusion", "test~confusion"}
+    # No file of wandb or MLflow may contain the API key.
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+
+
+def first_value(folder: Path, key: str) -> float:
+    from timm_parallel.config.compose import load_config
+
+    return float(getattr(load_config(folder).optim, key))
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(
+    train: Train, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb")
+    mlflow = pytest.importorskip("mlflow")
+    folder = tmp_path / "sweeps" / "12-00-00"
+    words = (
+        *SHORT,
+        ALL,
+        "seed=1,2",
+        "model=tiny",
+        f"hydra.sweep.dir={folder}",
+        f"paths.output_dir={tmp_path / 'out'}",
+    )
+    done = train("-m", *words, defaults=False, environment={"WANDB_MODE": "offline"})
+    assert done.returncode == 0, done.output
+    groups = [
+        r.run.run_group for job in "01" for r in wandb_records(folder / job) if r.HasField("run")
+    ]
+    assert groups and set(groups) == {"train sweeps 12-00-00"}
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
+    runs = client.search_runs(
+        [client.get_experiment_by_name("train sweeps 12-00-00").experiment_id]
+    )
+    assert sorted(run.data.params["seed"] for run in runs) == ["1", "2"]
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Start a server that accepts connections and never answers. Yield its address."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        server.settimeout(0.2)
+        over, kept = threading.Event(), []
+
+        def accept() -> None:
+            while not over.is_set():
+                try:
+                    kept.append(server.accept()[0])
+                except TimeoutError:
+                    continue
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        over.set()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=40)
+@pytest.mark.processes
+def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15_seconds(
+    train: Train, silent_server: str
+) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": SECRET}
+    running = train.start(
+        *SHORT, ALL, f"tracker.uri={silent_server}", environment=environment, timeout=120
+    )
+    running.wait_for(lambda: (running.folder / "result.json").exists())
+    # Allow 10 s for the trackers, and 5 s for the end of the process on a busy machine.
+    until = time.monotonic() + 10 + 5
+    done = running.finish()
+    assert done.returncode == 0, done.output
+    assert time.monotonic() < until
+    lines = [line for line in done.stdout.splitlines() if line.startswith("tracker ")]
+    assert sorted(line.split(":")[0] for line in lines) == ["tracker mlflow", "tracker wandb"]
+    assert SECRET not in done.output

@@ -1,0 +1,208 @@
+"""Test settings to try for speed (`sweep.tune`): the first sentence of the report, the jobs,
+refusals, and a complete sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import get_args_parser
+
+from tests.template.runs import ROOT
+from timm_parallel.data.build import check_data, training_size
+from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
+from timm_parallel.machine import hardware
+from timm_parallel.record.jobs import read_jobs
+from timm_parallel.testing.report_sweeps import Sweep, findings, read
+
+SHORT = (
+    "experiment=tune",
+    "model=tiny",
+    "parallel=single",
+    "parallel.accelerator=cpu",
+    "train.max_steps=4",
+)
+
+
+# The next tests check the first sentence of the report on a tuning.
+
+
+def tuned(
+    folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Write the report on a tuning, and return its headline result. `speeds` is a dictionary
+    from overrides, separated by spaces, to images/s per repeat.
+    """
+    sweep = Sweep(folder)
+    for text, values in speeds.items():
+        overrides = dict(word.partition("=")[::2] for word in text.split())
+        config: dict[str, Any] = {
+            "train": {"precision": "fp32", "max_steps": 40, "evaluate_every": 0},
+            "model": {
+                "name": "resnet18",
+                "kwargs": {},
+                "channels_last": "model.channels_last" in overrides,
+            },
+            "sweep": {"tune": ["train.precision=bf16"], "smallest_difference": 0.03},
+        }
+        config["train"]["precision"] = overrides.get("train.precision", "fp32")
+        for block, speed in enumerate(values):
+            sweep.add(
+                "single", 1, speed, block=block, config={**config, "seed": block}, flags=list(flags)
+            )
+            sweep.jobs[-1]["overrides"] = [
+                "experiment=tune",
+                "data.workers=0",
+                "train.max_steps=40",
+                *text.split(),
+            ]
+    report = read(sweep.write())[2]
+    lead: dict[str, Any] = report["lead"]
+    return lead
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
+    tmp_path: Path,
+) -> None:
+    both = "train.precision=bf16 model.channels_last=true"
+    speeds: dict[str, list[float]] = {
+        "": [100, 102, 101],
+        "model.channels_last=true": [111, 113, 110],
+        both: [150, 152, 153],
+    }
+    lead = tuned(tmp_path / "sweep", speeds)
+    assert (
+        lead["command"]
+        == "python train.py data.workers=0 train.precision=bf16 model.channels_last=true"
+    )
+    assert lead["contrast"]["ratio"] == pytest.approx(1.502, abs=0.005)
+    assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
+    # bf16 may change the accuracy. Therefore the sentence must also name the fastest setting
+    # without bf16.
+    found = findings(lead)
+    assert found["changes_training"] == {"key": "train.precision", "value": "bf16"}
+    best = found["fastest_of_only_speed"]
+    assert best["changes"] == {"model.channels_last": "true"}
+    assert best["contrast"]["ratio"] == pytest.approx(1.102, abs=0.005)
+
+
+@pytest.mark.usefixtures("without_plots")
+@pytest.mark.parametrize(
+    ("speeds", "flags"),
+    [
+        # The speeds vary so much that the comparison is inconclusive.
+        ({"": [100, 120, 90], "train.precision=bf16": [110, 100, 130]}, ()),
+        ({"": [100, 101, 100], "train.precision=bf16": [90, 91, 90]}, ()),
+        (
+            {"": [100, 100.1, 100], "train.precision=bf16": [101, 101.1, 101]},
+            # The gain of 1 % is below sweep.smallest_difference.
+            (),
+        ),
+        ({"": [100], "train.precision=bf16": [150]}, ()),
+        (
+            {"": [100, 101, 100], "train.precision=bf16": [150, 151, 150]},
+            ("other programs kept 1.0 of 2 processors busy",),
+        ),
+    ],
+)
+def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
+    tmp_path: Path, speeds: dict[str, list[float]], flags: tuple[str, ...]
+) -> None:
+    lead = tuned(tmp_path / "sweep", speeds, flags)
+    assert list(findings(lead)) == ["disturbed" if flags else "none_faster"]
+    assert lead["sentence"] and not lead["command"] and lead["point"] is None
+
+
+# The next tests check which settings a tuning tries or refuses.
+
+
+def tune(*overrides: str) -> int:
+    return run_multirun(
+        get_args_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
+    )
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("seed=1,2",), "sweep.tune"),
+        (("sweep.jobs=2",), "sweep.jobs"),
+        (("search=optuna",), r"search="),
+        (("train.evaluate_every=1",), "train.evaluate_every"),
+        (("sweep.tune=['train.precision=fp32']",), r"sweep\.tune=\['train\.precision=fp32'\]"),
+        (("sweep.tune=['train.precission=bf16']",), r"sweep\.tune: train\.precission=bf16: "),
+        (("cluster=slurm",), "cluster"),
+    ],
+)
+def test_sweep_tune_is_refused_together_with_seeds_concurrent_jobs_a_search_or_slurm(
+    tmp_path: Path, overrides: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ValueError, match=key):
+        tune(f"hydra.sweep.dir={tmp_path}/sweep", *overrides)
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow(seconds=1)
+def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    tried = ["train.precision=bf16"] * 2 + [
+        "train.precision=fp32",
+        "parallel.threads_per_device=4",
+        "data.workers=0",
+    ]
+    assert tune(f"sweep.tune={tried}", "sweep.dry_run=true", "data.workers=1") == 0
+    output = capsys.readouterr().out
+    assert output.count("train.precision=bf16") == 1 and output.count("data.workers=0") == 1
+    assert "fp32" not in output and "threads_per_device" not in output
+    # Each of the 3 configurations has the 5 repeats of experiment=tune.
+    assert "15 runs" in output
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_over_settings_for_speed_repeats_the_current_settings_and_each_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SweepRunner, "run", lambda self: 0)
+    tried = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
+    folder = tmp_path / "sweep"
+    assert tune(f"sweep.tune={tried}", "sweep.repeats=2", f"hydra.sweep.dir={folder}") == 0
+    jobs = read_jobs(folder).jobs
+    assert sorted((job.name, job.block) for job in jobs) == sorted(
+        (name, block)
+        for name in ("current settings", *(text.replace(" ", ",") for text in tried))
+        for block in range(2)
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=40)
+@pytest.mark.processes
+def test_sweep_over_settings_for_speed_reports_images_per_second_of_each(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    done = subprocess.run(
+        [
+            *(sys.executable, "train.py", "-m", *SHORT),
+            "sweep.tune=['train.precision=bf16','data.workers=0']",
+            *("data.workers=1", "sweep.repeats=2", f"hydra.sweep.dir={folder}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 6
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert report["settings"][0]["metric"] == "images/s"
+    assert [len(setting["values"]) for setting in report["settings"][0]["settings"]] == [2] * 3

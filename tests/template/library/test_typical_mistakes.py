@@ -1,0 +1,333 @@
+"""Test typical mistakes of users of Lightning, timm and Hydra. Each must be refused in one line
+that names the right key or command first.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evaluate import main as evaluate
+from scripts.predict import main as predict
+from src.schema import Config
+from timm_parallel.config.suggest import OTHER_NAMES, is_declared, is_known, key_hint
+from timm_parallel.keys import leaves
+from timm_parallel.testing.commands import Refuse
+
+ROOT = Path(__file__).resolve().parents[3]
+KEYS = {key for key, _, _ in leaves(Config())}
+GROUPS = {
+    path.name: {file.stem for file in path.glob("*.yaml")}
+    for path in (ROOT / "conf").iterdir()
+    if path.is_dir()
+}
+
+# Dictionary from arguments of train.py to the suggestion in the error message. This suggestion must
+# come before the name of any other key.
+MISTAKES = {
+    # Options with dashes are in the style of argparse, which train.py does not use.
+    "--lr 0.1": "optim.lr",
+    "-lr 0.1": "optim.lr",
+    "--gpus 2": "parallel.devices",
+    "--epochs=3": "train.epochs",
+    "--resume outputs/x": "resume",
+    "--config configs/x.yaml": "experiment=<name in conf/experiment>",
+    "--config-name foo": "'foo'",
+    "-c conf/train.yaml": "'job'",
+    "--sched cosine": "optim.sched",
+    "--opt sgd": "optim.opt",
+    "--weight-decay 0.1": "optim.weight_decay",
+    "--batch-size 64": "data.batch_size",
+    "-b 64": "data.batch_size",
+    "-j 4": "data.workers",
+    "--workers 4": "data.workers",
+    "--amp": "train.precision",
+    "--aa rand-m9": "data.augment.aa",
+    "--reprob=0.25": "data.augment.reprob",
+    "--drop-path 0.1": "+model.kwargs.drop_path_rate",
+    "--model-ema-decay 0.99": "model.ema.decay",
+    "-c job --lr 0.1": "optim.lr",
+    "--multi --lr 0.1": "optim.lr",
+    # These names lack the config group, as in optim.lr, or come from another program.
+    "lr=0.1": "optim.lr",
+    "batch_size=32": "data.batch_size",
+    "gpus=2": "parallel.devices",
+    "epochs=3": "train.epochs",
+    "max_epochs=3": "train.epochs",
+    "strategy=ddp": "parallel.strategy",
+    "parallel=ddp devices=2": "parallel.devices",
+    "pretrained=true": "model.pretrained",
+    "deterministic=true": "train.deterministic",
+    "dataset=cifar10": "data",
+    "optimizer=adam": "optim.opt",
+    "task=foo": "task_name",
+    "logger=wandb": "tracker=wandb",
+    "ckpt_path=foo.ckpt": "resume=<run folder>",
+    "run=outputs/x": "resume=<run folder>",
+    "hparams_search=mnist_optuna": "search=optuna",
+    "wd=0.1": "optim.weight_decay",
+    "scheduler=cosine": "optim.sched",
+    "test=False": "test split",
+    # These keys are in the wrong config group, are misspelled, or come from another program.
+    "trainer.max_epochs=3": "train.epochs",
+    "trainer=ddp_sim": "parallel=ddp parallel.accelerator=cpu",
+    "trainer.val_check_interval=0.5": "train.evaluate_every_steps",
+    "trainer.fast_dev_run=true": "debug=fast",
+    "trainer.overfit_batches=1": "debug=overfit",
+    "callbacks.early_stopping.patience=3": "train.early_stop",
+    "model.optimizer.lr=0.1": "optim.lr",
+    "data.path=/data/x": "data.root",
+    "data.num_workers=4": "data.workers",
+    "optim.optimizer=adamw": "optim.opt",
+    "optim.weight-decay=0.1": "optim.weight_decay",
+    "optim.wd=0.1": "optim.weight_decay",
+    "+optim.wd=0.1": "optim.weight_decay",
+    "optim.learning_rate=0.1": "optim.lr",
+    "optim.scheduler=cosine": "optim.sched",
+    "optim.betas=[0.9,0.95]": "+optim.kwargs.betas",
+    "optim=sgd optim.kwargs.momentm=0.9": "optim.momentum",
+    "optim.kwargs.wd=0.1": "optim.weight_decay",
+    "train.epoch=3": "train.epochs",
+    "train.lr=0.1": "optim.lr",
+    "train.mixed_precision=true": "train.precision",
+    "train.amp=true": "train.precision",
+    "train.early_stopping=3": "train.early_stop",
+    "train.compile=true": "model.compile",
+    "parallel.gpus=2": "parallel.devices",
+    "cluster.gpu=2": "cluster.gpus",
+    "checkpoint.monitor=val/acc": "checkpoint.metric",
+    "+model.drop_rate=0.1": "+model.kwargs.drop_rate",
+    "model.kwargs.drop_rate=0.1 --cfg job -p model": "+model.kwargs.drop_rate",
+    "+foo=1": "unknown key foo",
+    "++foo.bar=1": "unknown key foo.bar",
+    "+optim.lr=0.1": "optim.lr=0.1",
+    # These options of config groups do not exist, or lack a required key.
+    "model=resnet50": "model.name=resnet50",
+    "model=resnet-18": "resnet18",
+    "data=cifar10": "data=timm data.name=torch/cifar10",
+    "optim=adam": "optim.opt=adam",
+    "parallel=dpp": "dp, ddp",
+    "tracker=tensorbord": "tensorboard",
+    "tracker=csv": "tracker=none",
+    "tracker=none,tensorboard": "[a,b]",
+    "model=tiny,resnet18": "-m",
+    "experiment=cifar": "cifar10_resnet18",
+    "experiment=finetune": "data.root=???: required",
+    "experiment=finetune data.root=null": "set it to a folder with <class>/<image>",
+    "data=folder": "data.root=???: required",
+    "data=folder data.root=null": "set it to a folder with train/<class>/ and val/<class>/",
+    "data=folder data.root=/nonexistent": "/nonexistent/train",
+    "debug=true": "debug=fast",
+    "debug=default": "debug=fast",
+    "debug": "debug=fast",
+    "train=False": "python evaluate.py run=<run folder>",
+    # The sign ~ deletes a key or a config group, which train.py does not allow.
+    "~optim.lr": "leave it out",
+    "~optim": "optim=adamw",
+    "~optim=adamw": "optim=adamw",
+    "~tracker": "tracker=none",
+    # These values have a wrong notation or a wrong type.
+    "optim.lr = 0.1": "optim.lr=0.1",
+    "optim.lr= 0.1": "optim.lr=0.1",
+    "optim.lr =0.1": "optim.lr=0.1",
+    "'optim.lr =0.1'": "optim.lr=0.1",
+    "optim.lr": "optim.lr=…",
+    "optim.lr=": "a number",
+    "optim.lr=1e-3x": "a number",
+    "optim.lr=1,e-3": "one value",
+    "optim.lr=[0.1,0.2]": "a number",
+    "optim.lr=0.1,0.2": "-m",
+    "optim.lr=null": "a number; the default is optim.lr=0.001",
+    "optim.lr=true": "a number",
+    "-m optim.lr=0.1:0.5": "a number",
+    "train.epochs=3.5": "an integer; the default is train.epochs=8",
+    "train.epochs=three": "an integer; the default is train.epochs=8",
+    "train.epochs=1e2": "an integer; the default is train.epochs=8",
+    "optim.warmup_epochs=x": "a number; the default is optim.warmup_epochs=0.5",
+    "data.root=~/data": "data.root=$HOME/data",
+    "data.augment=[]": "data.augment.scale=",
+    "data.augment.scale=0.5": "[0.5,1.0]",
+    "data.augment.hflip=yes": "a number",
+    "data.augment.hflip=True": "a number",
+    "data.workers=-1": ">= 0",
+    "data.batch_size=0": ">= 1",
+    "data.batch_size=1e3": "an integer",
+    "seed=abc": "an integer",
+    "seed=-1": ">= 0",
+    "model.pretrained=ture": "true or false",
+    "model.compile=yes": "True",
+    "print_config=no": "False",
+    "print_config=fulll": "full",
+    "resume=true": "auto",
+    "resume=last": "auto",
+    # These values are misspelled names, such as the name of a model.
+    "model.name=resnet51": "resnet51q",
+    "model.name=resnet-50": "resnet50",
+    "optim.opt=Adam": "adam",
+    "optim.sched=cosin": "cosine",
+    "train.precision=fp-16": "fp16",
+    "train.precision=16": "fp16",
+    "train.precision=bf16-mixed": "bf16",
+    "train.loss=focal": "bce, ce",
+    "train.loss=bce_loss": "bce",
+    "checkpoint.metric=val/acc1": "val/acc",
+    "checkpoint.metric=acc": "val/acc",
+    "checkpoint.metric=val_loss": "val/loss",
+    # Each value is valid, but the combination is not.
+    "optim=sgd optim.opt=sgd optim.momentum=0": "optim.opt=momentum",
+    "optim.sched=rsqrt optim.warmup_epochs=0": "optim.warmup_epochs=0",
+    "parallel=ddp parallel.devices=3": "data.batch_size=64",
+    # These commands print a part of the config that does not exist.
+    "hydra.run.dir=x --cfg job -p hydra": "--cfg hydra",
+    "--cfg job -p optimizer": "optim",
+}
+OF_EVALUATE = {
+    "outputs/train/x": "run=outputs/train/x",
+    "run=outputs/nope": "a run folder",
+    "ckpt_path=x": "run=<run folder>",
+    "--run": "one argument",
+    "data.num_workers=4": "data.workers",
+}
+
+
+def first_in(message: str, command: str, expected: str) -> bool:
+    """Return True if `message` contains `expected`, and names no other key before it. Keys that
+    the command itself contains may come before.
+    """
+    found = re.search(rf"(?<![\w.]){re.escape(expected)}(?!\w|\.\w)", message) or re.search(
+        re.escape(expected), message
+    )
+    if found is None:
+        return False
+    before = re.findall(r"[a-z]\w*(?:\.\w+)+", message[: found.start()])
+    return [name for name in before if name in KEYS and name not in command] == []
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("command", MISTAKES)
+def test_error_of_train_py_names_the_right_key_first_for_a_typical_mistake(
+    refuse: Refuse, command: str
+) -> None:
+    line = refuse(*shlex.split(command))
+    # Remove the start of the message, which repeats the mistake of the user.
+    message = line.removeprefix("train.py: ").removeprefix(shlex.split(command)[0])
+    assert first_in(message, command, MISTAKES[command]), line
+
+
+@pytest.mark.parametrize("command", OF_EVALUATE)
+def test_error_of_evaluate_py_names_the_right_key_first_for_a_typical_mistake(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert evaluate([command]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert first_in(line.removeprefix(f"evaluate.py: {command}"), command, OF_EVALUATE[command]), (
+        line
+    )
+
+
+def test_error_of_predict_py_suggests_the_option_images_for_the_unknown_key_image(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert predict(["run=outputs/x", "image=foo.jpg"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--images" in line
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        ("train.py gpus=2", 2, "parallel.devices"),
+        ("train.py ++optim.lr=0.1 --cfg job -p optim.lr", 0, "0.1"),
+        ("evaluate.py outputs/train/x", 2, "run=outputs/train/x"),
+    ],
+)
+def test_train_py_and_evaluate_py_print_exactly_one_line_for_a_typical_command(
+    command: str, code: int, expected: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    [line] = (done.stdout + done.stderr).splitlines()
+    assert (done.returncode, expected in line) == (code, True), line
+
+
+# The next tests check the table of names from other programs.
+
+
+def tables() -> dict[str, dict[str, str]]:
+    loaded: dict[str, dict[str, str]] = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
+    return loaded
+
+
+def test_table_of_names_from_other_programs_suggests_only_existing_keys_and_options() -> None:
+    def exists(word: str) -> bool:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in GROUPS:
+            return not value or {*value.strip("[]").split(",")} <= GROUPS[key]
+        return is_known(key) or key in ("run", "predictions")
+
+    named = {
+        (name, word)
+        for name, suggestions in (tables()["names"] | tables()["evaluate"]).items()
+        for word in re.split(
+            r",? ",
+            suggestions.replace("<name in conf/experiment>", "tune").replace("<run folder>", "x"),
+        )
+    }
+    no_keys = {"python", "evaluate.py", "with"}
+    assert [
+        (name, word) for name, word in sorted(named) if word not in no_keys and not exists(word)
+    ] == []
+
+
+def test_table_of_names_from_other_programs_contains_no_key_of_this_project() -> None:
+    """A valid key is never looked up in the table of names from other programs. An entry for a
+    valid key would have no effect.
+    """
+    assert [
+        name
+        for table in tables().values()
+        for name in table
+        if "=" not in name and name in KEYS - {"resume"}
+    ] == []
+
+
+def suggestions_for(word: str) -> tuple[list[str], bool]:
+    """Return the suggestions of the message for a word such as `gpus=2`, and whether the message
+    says that no such key exists.
+    """
+    key, _, value = word.lstrip("+").partition("=")
+    text = key_hint(key, GROUPS, value)
+    found = re.search(r"did you mean (.*)\?", text)
+    return (found.group(1).split(", ") if found else []), "no such key" in text
+
+
+def test_error_for_a_timm_argument_suggests_the_key_that_from_timm_py_would_write() -> None:
+    same = yaml.safe_load((ROOT / "scripts" / "from_timm.yaml").read_text(encoding="utf-8"))["same"]
+    names = {name: entry[1] for name, entry in same.items() if not is_declared(name)}
+    assert len(names) > 45
+    # The batch size of timm is per device, so from_timm.py writes another key. The message suggests
+    # data.batch_size, which most users want.
+    wrong = {
+        name: suggestions_for(name)[0][:1]
+        for name in names
+        if suggestions_for(name)[0][:1] != [names[name]]
+    }
+    wrong = {
+        name: found
+        for name, found in wrong.items()
+        if [word.lstrip("+") for word in found] != [names[name]]
+    }
+    assert wrong == {"batch_size": ["data.batch_size"]}

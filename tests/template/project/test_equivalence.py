@@ -1,0 +1,188 @@
+"""single, dp, ddp and fsdp train alike: step n sees the same images, and the weights agree up to
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from src.schema import ResolvedConfig
+from tests.template.runs import resolved, run_warm, train_run
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+from timm_parallel.state import checkpoint
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
+
+SPREADS = {
+    "dp2": ("parallel=dp", "parallel.devices=2"),
+    "dp3": ("parallel=dp", "parallel.devices=3"),
+    "dp5_in_unequal_chunks_with_loss_in_replica": (
+        "parallel=dp",
+        "parallel.devices=5",
+        "parallel.loss_in_replica=true",
+    ),
+    "ddp2": ("parallel=ddp", "parallel.devices=2"),
+    "ddp3": ("parallel=ddp", "parallel.devices=3"),
+    "fsdp2": ("parallel=fsdp", "parallel.devices=2"),
+    "fsdp3_in_unequal_parts": (
+        "parallel=fsdp",
+        "parallel.devices=3",
+        "parallel.reshard_after_forward=false",
+    ),
+    "fsdp4_with_two_copies": ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"),
+}
+TRAININGS = {
+    "sgd": ("optim=sgd", "optim.lr=0.005"),
+    "adamw": ("optim=adamw",),
+    "accumulate": ("optim=sgd", "optim.lr=0.005", "train.accumulate=2"),
+    "clip_grad": ("optim=sgd", "optim.lr=0.005", "optim.clip_grad=0.5"),
+}
+COMMON = (
+    # A batch of 24 images divides evenly among 2 and 3 ranks.
+    "data.batch_size=24",
+    "data.limit_train=480",
+    "train.epochs=1",
+    "train.log_every=1",
+    "optim.warmup_epochs=0.25",
+    "data.augment.scale=[0.6,1.0]",
+    "data.augment.hflip=0.5",
+)
+QUICK = ("dp2", "ddp2", "fsdp2")
+
+
+def _case(training: str, spread: str) -> Any:
+    marks = [] if spread.startswith("dp") else [pytest.mark.processes]
+    if spread not in QUICK or training != "sgd":
+        marks.append(pytest.mark.slow(seconds=2))
+    # Run these trainings at every commit: those with sgd under all strategies on two devices, with
+    # clipping under fsdp, and all others under ddp.
+    others = ("fsdp2",) if training == "clip_grad" else ("ddp2",)
+    if spread not in (QUICK if training == "sgd" else others):
+        marks.append(pytest.mark.nightly)
+    return pytest.param(training, spread, marks=marks)
+
+
+CASES = [_case(training, spread) for training in TRAININGS for spread in SPREADS]
+
+
+@dataclass
+class Trained:
+    weights: dict[str, Tensor]
+    lines: list[dict[str, Any]]
+    result: Any
+
+    def steps(self, key: str) -> list[float]:
+        return [line[key] for line in self.lines if key in line]
+
+
+def train(ranks: Ranks, store: Any, config: ResolvedConfig, folder: str) -> None:
+    train_run(config, Path(folder), ranks, store)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trained]:
+    """Return a function `(training, spread) -> Trained`. Each training runs once."""
+    base = tmp_path_factory.mktemp("equivalence")
+
+    def get(training: str, spread: str) -> Trained:
+        at = base / f"{training}_{spread}"
+        if not at.exists():
+            at.mkdir()
+            overrides = {"single": ("parallel=single",), **SPREADS}[spread]
+            config = resolved(*COMMON, *TRAININGS[training], *overrides)
+            if config.parallel.has_ranks:
+                in_ranks(train, config.parallel.devices, config, str(at))
+            else:
+                train(Ranks(), None, config, str(at))
+        weights = checkpoint.load(at / "checkpoints" / "last.pt")["model"]
+        return Trained(weights, read_lines(at / "metrics.jsonl"), read_result(at))
+
+    return get
+
+
+def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, float]:
+    """Return (largest ‖Δ‖/‖w‖ of any tensor, ‖Δ‖/‖w‖ over all weights)."""
+    assert one.keys() == other.keys()
+    worst, differences, weights = 0.0, 0.0, 0.0
+    for name, weight in one.items():
+        difference, norm = (
+            (other[name] - weight).double().norm().item(),
+            weight.double().norm().item(),
+        )
+        worst = max(worst, difference / norm if norm else difference)
+        differences, weights = differences + difference**2, weights + norm**2
+    return worst, (differences / weights) ** 0.5
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("training", "spread"), CASES)
+def test_final_weights_of_dp_ddp_and_fsdp_match_single(
+    trained: Callable[[str, str], Trained], training: str, spread: str
+) -> None:
+    worst, overall = distances(
+        trained(training, "single").weights, trained(training, spread).weights
+    )
+    if training == "adamw":
+        assert overall <= 1e-5
+    else:
+        assert worst <= 1e-6
+
+
+@pytest.mark.parametrize(("training", "spread"), CASES)
+def test_logged_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
+    trained: Callable[[str, str], Trained], training: str, spread: str
+) -> None:
+    single, other = trained(training, "single"), trained(training, spread)
+    assert len(single.steps("train/loss")) == (10 if training == "accumulate" else 20)
+    assert other.steps("lr") == single.steps("lr")
+    assert other.steps("train/loss") == pytest.approx(single.steps("train/loss"), abs=1e-5)
+    assert other.steps("train/acc") == pytest.approx(single.steps("train/acc"), abs=1e-6)
+    assert other.steps("train/grad_norm") == pytest.approx(
+        single.steps("train/grad_norm"), rel=1e-4
+    )
+    for split in ("val", "test"):
+        ours, theirs = getattr(single.result, split), getattr(other.result, split)
+        assert (theirs["samples"], theirs["correct"]) == (ours["samples"], ours["correct"])
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert (
+        other.result.world_size == other.result.devices == int(SPREADS[spread][1].partition("=")[2])
+    )
+
+
+@pytest.mark.slow(seconds=3)
+def test_optimizer_accumulation_and_clipping_each_change_final_weights(
+    trained: Callable[[str, str], Trained],
+) -> None:
+    """Otherwise the comparisons with single would pass although accumulation or clipping has no
+    effect.
+    """
+    weights = [trained(training, "single").weights for training in TRAININGS]
+    assert min(distances(first, second)[1] for first, second in combinations(weights, 2)) > 1e-3
+    assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, (
+        "expected clipping in every step"
+    )
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.processes
+def test_early_stop_ends_both_ddp_ranks_after_the_same_epoch_as_single(tmp_path: Path) -> None:
+    # The weights hardly move, so no epoch after the first is better.
+    settings = (
+        "data.limit_train=96",
+        "data.batch_size=24",
+        "optim.lr=1e-12",
+        "train.epochs=9",
+        "train.early_stop=2",
+    )
+    alone = read_result(run_warm(tmp_path / "single", *settings, "parallel=single"))
+    both = read_result(run_warm(tmp_path / "ddp", *settings, "parallel=ddp", "parallel.devices=2"))
+    assert (alone.status, alone.epochs, alone.steps) == ("done", 3, 12)
+    assert (both.status, both.epochs, both.steps, both.world_size) == ("done", 3, 12, 2)

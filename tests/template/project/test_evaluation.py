@@ -1,0 +1,410 @@
+"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of
+a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.transforms import v2
+
+import evaluate as entry
+from src.commands.evaluate import evaluate_config
+from src.commands.load import load_trained
+from src.commands.predict import PredictionRequest, predict
+from src.data.transforms import OnImage
+from src.schema import ModelConfig
+from src.tasks.classification import Classification
+from src.tasks.images import ImageTask
+from src.train.build import build_data_and_model
+from tests.template.runs import ROOT, evaluate_batches, resolved, run_warm
+from timm_parallel.config.compose import save_config
+from timm_parallel.config.evaluation import compose_evaluation
+from timm_parallel.data.build import build_dataset
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.loader import Loader
+from timm_parallel.keys import ResolvedParallel
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.single import Single
+from timm_parallel.record.result import read_result
+from timm_parallel.task import Evaluation
+from timm_parallel.testing.commands import Finished
+
+
+def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:
+    there = (
+        "cluster=slurm",
+        "cluster.submit=false",
+        "cluster.gpus=1",
+        "cluster.nodes=2",
+        "parallel=ddp",
+    )
+    save_config(resolved(*there), tmp_path)
+    parallel = compose_evaluation(tmp_path, [], None).parallel
+    assert (parallel.strategy, parallel.devices) == ("single", 1)
+    assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
+    assert (
+        compose_evaluation(
+            tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)
+        ).parallel.devices
+        == 2
+    )
+
+
+def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resizing and cropping are skipped for such images, but a transform of a task is not."""
+    config = resolved("parallel=single")
+
+    def val_images() -> Tensor:
+        loader = build_data_and_model(config, Single(config.parallel, Ranks())).eval_loaders["val"]
+        return next(iter(loader)).image
+
+    before, inherited = val_images(), ImageTask.evaluation_transform
+
+    def upside_down(task: Any, preprocessing: Any) -> Any:
+        return OnImage(v2.Compose([inherited(task, preprocessing).transform, _flip]))
+
+    monkeypatch.setattr(Classification, "evaluation_transform", upside_down)
+    assert torch.equal(val_images(), before.flip(2))
+
+
+def _flip(image: Tensor) -> Tensor:
+    return image.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.devices=2"], "parallel.devices=2: single uses one device"),
+        (["parallel=ddp", "parallel.dim=1"], "parallel.dim=1: an option of dp"),
+        (["data.batch_size=8", "data.batch_size_per_device=4"], "set one"),
+        (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
+    ],
+)
+def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folder(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    save_config(resolved("parallel=single"), tmp_path)
+    for run, model_of in ((tmp_path, []), (None, ["model.weights=" + __file__])):
+        with pytest.raises(ValueError, match=message):
+            compose_evaluation(run, [*model_of, *overrides], None)
+
+
+def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
+    save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
+    model = compose_evaluation(tmp_path, [], None).model
+    assert isinstance(model, ModelConfig) and not model.compile
+    assert (
+        compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
+        == "dp"
+    )
+
+
+def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
+    """With a larger `model.num_classes`,
+    top-1 and top-5 predictions are still classes of the data.
+    """
+    strategy = build_strategy(
+        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
+        Ranks(),
+        None,
+    )
+
+    class Larger(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.cat([images.flatten(1), torch.full((len(images), 5), 9.0)], 1)
+
+    labels = torch.arange(7)
+    actual = evaluate_batches(Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy, 7, 7)
+    assert (actual.numbers["acc"], actual.numbers["acc5"]) == (1.0, 1.0)
+    assert actual.numbers["loss"] == pytest.approx(
+        functional.cross_entropy(torch.eye(7), labels).item()
+    )
+
+
+@pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
+def test_log_states_numbers_of_outputs_and_classes_when_a_model_has_more_outputs(
+    caplog: pytest.LogCaptureFixture, outputs: int, notices: int
+) -> None:
+    """train.py and evaluate.py both build data and model with this function."""
+    config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
+    build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == notices and all("13" in line and "10" in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def with_sigmoids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with one sigmoid per class and a head with more classes than the data."""
+    overrides = (
+        "parallel=single",
+        "train.loss=bce",
+        "train.smoothing=0.1",
+        "model.num_classes=13",
+        "train.epochs=1",
+    )
+    return run_warm(
+        tmp_path_factory.mktemp("sigmoids") / "run", *overrides, "checkpoint.metric=val/loss"
+    )
+
+
+def test_bce_evaluation_ignores_outputs_beyond_the_classes_of_the_dataset(
+    with_sigmoids: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
+    data = build_dataset(trained.config.data).val
+    assert isinstance(data, InMemory)
+    mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
+    with torch.no_grad():
+        scores = trained.model((data.images / 255 - mean) / std)
+    assert scores.shape == (270, 13)
+    odds = scores[:, :10].sigmoid().double()
+    is_class = functional.one_hot(data.labels, 10).bool()
+    wanted = -torch.where(is_class, odds, 1 - odds).log().mean().item()
+    assert read_result(with_sigmoids).val["loss"] == pytest.approx(wanted, rel=1e-5)
+    saved = torch.load(with_sigmoids / "checkpoints" / "best.pt", weights_only=True)
+    assert saved["progress"]["best"] == pytest.approx(-wanted, rel=1e-5)
+    assert entry.main([f"run={with_sigmoids}", "split=val"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_path: Path) -> None:
+    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
+    image = build_dataset(trained.config.data).val[0][0]
+    Image.fromarray(image[0].numpy()).save(tmp_path / "digit.png")
+    mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
+    with torch.no_grad():
+        scores = trained.model((image[None] / 255 - mean) / std)[0, :10]
+    parallel = ResolvedParallel(strategy="single", accelerator="cpu")
+    asked = PredictionRequest(
+        with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
+    )
+    predictions = predict(asked, Ranks(), None)
+    (actual,) = predictions.values()
+    assert actual is not None
+    shares = [actual[f"probability_{place}"] for place in range(1, 11)]
+    assert shares == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
+def test_failed_evaluation_closes_loaders_and_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Loader workers ignore SIGTERM, so the interpreter would wait for open loaders at exit."""
+    closed: list[str] = []
+    monkeypatch.setattr(Loader, "close", lambda loader: closed.append("loader"))
+    monkeypatch.setattr(Single, "close", lambda strategy: closed.append("strategy"))
+    if fault == "in evaluating":
+        monkeypatch.setattr("src.commands.evaluate.evaluate", lambda *_, **__: 1 / 0)
+    config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
+    # Give a file of weights, because the number of classes is then not checked.
+    config.model.weights = str(tmp_path)
+    monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
+    split = "val" if fault == "in evaluating" else "other"
+    with pytest.raises((ZeroDivisionError, ValueError)):
+        next(evaluate_config(config, None, split, None, Ranks(), None))
+    assert closed == ["loader", "loader", "strategy"]
+
+
+@pytest.mark.processes
+def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
+    finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def infinite(*_: Any, **__: Any) -> Evaluation:
+        return Evaluation(3, {"loss": float("nan"), "acc": 0.25, "perplexity": float("inf")}, {})
+
+    monkeypatch.setattr("src.commands.evaluate.evaluate", infinite)
+    monkeypatch.setattr(Classification, "details", lambda *_: {"per_class": [float("nan"), 1.0]})
+    assert entry.main([f"run={finished_run.folder}", "split=val"]) == 0
+    line = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert (line["loss"], line["acc"], line["perplexity"]) == (None, 0.25, None)
+    assert line["per_class"] == [None, 1.0]
+
+
+@pytest.mark.slow(seconds=14)
+@pytest.mark.processes
+def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", f"run={finished_run.folder}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
+    result = finished_run.result
+    assert actual["val"]["acc"] == result["val"]["acc_best"]
+    assert actual["val"]["samples"] == 270
+    for key in ("correct", "samples", "acc", "acc5", "acc_per_class"):
+        assert actual["test"][key] == result["test"][key], key
+    assert actual["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-6)
+
+
+@pytest.mark.processes
+def test_evaluate_py_reproduces_metrics_of_last_checkpoint(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main([f"run={finished_run.folder}", "split=val", "checkpoint=last"]) == 0
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["val"]["correct"]
+    assert actual["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
+
+
+def damaged(folder: Path) -> str:
+    for path in (folder / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    return "best.pt"
+
+
+def emptied(folder: Path) -> str:
+    shutil.rmtree(folder / "checkpoints")
+    return "checkpoint"
+
+
+def of_another_model(folder: Path) -> str:
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("embed_dim: 48", "embed_dim: 96"))
+    return "a different model"
+
+
+def not_a_number(folder: Path) -> str:
+    for path in (folder / "checkpoints").glob("*.pt"):
+        contents = torch.load(path, weights_only=True)
+        contents["model"]["head.weight"][0, 0] = float("nan")
+        torch.save(contents, path)
+    for path in (folder / "checkpoints").glob("*.json"):
+        path.unlink()
+    return "head.weight"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model, not_a_number])
+def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    reason = spoil(folder)
+    assert entry.main([f"run={folder}"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert reason in err and err.startswith("evaluate.py: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], "run=<run folder>"),
+        (["model.name=resnet18"], "model.pretrained=true or model.weights"),
+        (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
+        (
+            ["model.name=resnet18", "model.pretrained=true", "optim.lr=1"],
+            "optim.lr=1: not an evaluation option",
+        ),
+        (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: not an evaluation option"),
+        (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
+        (["run=/nowhere"], "/nowhere"),
+        (["run=/nowhere", "splt=val"], "did you mean split"),
+        (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
+    ],
+)
+def test_evaluate_py_refuses_invalid_arguments_in_one_line(
+    overrides: list[str], reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(overrides) == 2
+    err = capfd.readouterr().err
+    assert reason in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.processes
+def test_evaluate_py_gives_the_same_metrics_with_another_batch_size(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["test"]["correct"]
+    assert actual["loss"] == pytest.approx(finished_run.result["test"]["loss"], rel=1e-6)
+
+
+@pytest.mark.processes
+def test_evaluate_py_evaluates_a_model_given_by_model_name_and_model_weights(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights come from a run, so the metrics are known."""
+    weights = finished_run.folder / finished_run.result["checkpoint"]
+    assert entry.main(["model=tiny", f"model.weights={weights}", "data=digits", "split=test"]) == 0
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["correct"] == finished_run.result["test"]["correct"]
+    assert (actual["model"], actual["world_size"]) == (finished_run.result["model"], 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("classes", [10, 3])
+def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
+    finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int
+) -> None:
+    """Labels of different classes have different meanings, even if the number of classes is the
+    same.
+    """
+    overrides = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
+    assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
+    err = capfd.readouterr().err
+    assert (
+        "class_0, class_1" in err and "0, 1, 2, 3, 4 …" in err and str(finished_run.folder) in err
+    )
+
+
+def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
+    from src.commands.evaluate import _check_head
+    from src.schema import ResolvedConfig
+
+    model = nn.Linear(2, 2)
+    model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
+    _check_head(ResolvedConfig(), model, 1000)
+    with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
+        _check_head(ResolvedConfig(), model, 10)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+@pytest.mark.sample(2)
+def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(
+    finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    overrides = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
+    # Start a process for ddp, because the command starts itself again as ranks.
+    if strategy == "ddp":
+        command = [sys.executable, "evaluate.py", *overrides]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        message = done.stdout
+    else:
+        assert entry.main(overrides) == 0
+        message = capfd.readouterr().out
+    actual = {line["split"]: line for line in map(json.loads, message.splitlines())}
+    assert actual["test"]["world_size"] == 2
+    for key in ("correct", "samples", "acc_per_class"):
+        assert actual["test"][key] == finished_run.result["test"][key], key
+
+
+def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert entry.main(["-m", "run=a,b"]) == 2
+    assert "shell loop" in capfd.readouterr().err

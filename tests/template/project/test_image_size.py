@@ -1,0 +1,197 @@
+"""Images of two different sides: `data.image_size=[height,width]`, and data.eval_image_size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torch.overrides import TorchFunctionMode
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+import evaluate as entry
+from scripts import export as export_script
+from src.commands.load import load_trained
+from src.commands.plan import plan
+from src.commands.predict import PredictionRequest, predict
+from src.data.transforms import Preprocessing, evaluation_transform, train_transform
+from src.schema import AugmentConfig
+from tests.template.runs import TINY, run_warm
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.record.result import read_result
+
+SIZES = ((50, 80), (80, 50), (31, 200))
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Return a smooth image, because resizing rounds differently at hard edges."""
+    rows, columns = np.mgrid[:height, :width]
+    pixels = [127 + 100 * np.sin(columns / 7 + rows / 11 + channel) for channel in range(3)]
+    return Image.fromarray(np.stack(pixels, axis=2).astype(np.uint8))
+
+
+@pytest.mark.parametrize("size", [(32, 48), (48, 32)])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_non_square_evaluation_transform_matches_timm(mode: str, size: tuple[int, int]) -> None:
+    preprocessing = Preprocessing((3, *size), (0.5,) * 3, (0.5,) * 3, 0.875, mode, "bicubic")
+    for sides in SIZES:
+        image = picture(*sides)
+        theirs = torch.as_tensor(create_transform(**asdict(preprocessing), normalize=False)(image))
+        ours = evaluation_transform(preprocessing)(v2.functional.pil_to_tensor(image))
+        assert ours.shape == theirs.shape == (3, *size)
+        assert (ours.int() - theirs.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        {},
+        {"scale": [0.3, 1.0]},
+        {"train_crop_mode": "rkrr"},
+        {"train_crop_mode": "rkrc"},
+        {"aa": "rand-m9-mstd0.5-inc1"},
+        {"aa": "augmix-m5"},
+        {"crop_padding": 4, "hflip": 0.5, "vflip": 0.5},
+        {"gaussian_blur_prob": 1.0},
+    ],
+    ids=str,
+)
+def test_augmentation_returns_images_of_the_configured_height_and_width(augment: Any) -> None:
+    transform = train_transform(AugmentConfig(**augment), (32, 48), resize=True)
+    assert transform is not None
+    for sides in SIZES:
+        image = v2.functional.pil_to_tensor(picture(*sides))
+        assert transform(image).shape == (3, 32, 48)
+
+
+class LargestTensor(TorchFunctionMode):
+    """Records the number of values of the largest tensor that a torch function returns."""
+
+    values = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.values = max(self.values, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("sides", [(1, 9_000), (9_000, 2)])
+@pytest.mark.parametrize("size", [(24, 24), (16, 24)])
+@pytest.mark.parametrize("mode", ["eval", None, "rrc", "rkrc", "rkrr"])
+def test_image_of_an_extreme_aspect_ratio_is_cropped_before_it_is_resized(
+    sides: tuple[int, int], size: tuple[int, int], mode: str | None
+) -> None:
+    preprocessing = Preprocessing((3, *size), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bicubic")
+    transform = evaluation_transform(preprocessing)
+    if mode != "eval":
+        augmentation = train_transform(AugmentConfig(train_crop_mode=mode), size, resize=True)
+        assert augmentation is not None
+        transform = augmentation
+    image = torch.full((3, *sides), 9, dtype=torch.uint8)
+    with LargestTensor() as largest:
+        result = transform(image)
+    assert torch.equal(result, torch.full((3, *size), 9, dtype=torch.uint8))
+    assert largest.values <= 3 * 250 * 40**2
+
+
+@pytest.mark.parametrize("sides", [(60, 40), (1, 900)])
+def test_evaluation_transform_moves_targets_of_torchvision_with_the_image(
+    sides: tuple[int, int],
+) -> None:
+    preprocessing = Preprocessing((3, 32, 32), (0.5,) * 3, (0.5,) * 3, 1.0, "center", "bilinear")
+    image, mask = torch.zeros(3, *sides, dtype=torch.uint8), torch.ones(sides, dtype=torch.uint8)
+    transform: Any = evaluation_transform(preprocessing)
+    images, masks = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+    assert (images.shape, masks.shape) == ((3, 32, 32), (32, 32))
+
+
+WORDS = (
+    *("data=folder", "data.image_size=[32,48]", "data.eval_image_size=[48,64]"),
+    *("data.limit_train=null", "data.batch_size=8", "data.workers=0", "data.augment.hflip=0.5"),
+    *(
+        "data.augment.scale=[0.5,1]",
+        "model.name=test_resnet",
+        "model=resnet18",
+        "parallel.accelerator=cpu",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 24 images for training and 6 for validation, of three sizes and two classes."""
+    root = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 24), ("val", 6)):
+        for number in range(count):
+            folder = root / split / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            picture(*SIZES[number % 3]).save(folder / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two epochs of three steps."""
+    folder = tmp_path_factory.mktemp("two_sides") / "run"
+    return run_warm(folder, *WORDS, f"data.root={images}", "parallel=single")
+
+
+@pytest.mark.processes
+def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
+    trained: Path, images: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = read_result(trained)
+    assert result.image_size == [32, 48]
+    loaded = load_trained(trained, None, None, torch.device("cpu"))
+    assert loaded.preprocessing.input_size == (3, 48, 64)
+    assert entry.main([f"run={trained}", "split=val", "checkpoint=last"]) == 0
+    evaluated = json.loads(capfd.readouterr().out)
+    assert evaluated["loss"] == pytest.approx(result.val["loss"])
+    parallel = loaded.config.parallel
+    request = PredictionRequest(trained, images / "val", "last", None, 2, 4, 0, parallel)
+    predictions = predict(request, Ranks(), None)
+    right = [
+        values["class_1"] == Path(path).parent.name
+        for path, values in predictions.items()
+        if values
+    ]
+    assert sum(right) / len(right) == pytest.approx(result.val["acc"])
+    assert export_script.main([f"run={trained}", f"output={trained / 'export'}"]) == 0
+    config = json.loads((trained / "export" / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [3, 48, 64]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_run_on_non_square_images_resumes_bit_identically_in_mid_epoch(
+    trained: Path, images: Path, tmp_path: Path
+) -> None:
+    words = (*WORDS, f"data.root={images}", "parallel=single")
+    part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
+    run_warm(part, *words)
+    weights = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+        for folder in (trained, part)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.slow(seconds=2)
+def test_plan_flops_double_when_images_are_twice_as_wide() -> None:
+    of_square, of_wide = (
+        plan([*TINY, "model=resnet18", f"data.image_size={size}"], [1])[0].flops_per_step
+        for size in ("64", "[64,128]")
+    )
+    assert of_square is not None and of_wide is not None
+    assert of_wide / of_square == pytest.approx(2, rel=1e-3)

@@ -1,0 +1,377 @@
+"""Parameters that are not in the model, such as those of a loss. They are trained, saved and
+resumed, but not exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from src.commands.export import export_safetensors
+from src.commands.load import load_trained
+from src.schema import ResolvedConfig, TrainConfig
+from src.train.run import train as take_all_steps
+from tests.template.runs import parts_of, resolved, start_run, task_of
+from timm_parallel.batch import Batch
+from timm_parallel.errors import NotFiniteError
+from timm_parallel.keys import ResolvedParallel
+from timm_parallel.launch.job import prepare
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import Stopped
+from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.model.checks import check_is_complete
+from timm_parallel.parallel.data_parallel import DataParallelStrategy
+from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
+from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.step import Step
+from timm_parallel.state import checkpoint, restoring, saving
+from timm_parallel.state.parts import RunParts
+from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import in_ranks
+
+# Total number of steps in two epochs.
+STEPS = 8
+SETTINGS = (
+    "model.num_classes=18",
+    "data.batch_size=12",
+    "data.limit_train=96",
+    "train.accumulate=2",
+    "train.log_every=1",
+    "optim.warmup_epochs=0.5",
+    "optim.clip_grad=1",
+    "parallel.accelerator=cpu",
+    "model.ema.decay=0.9",
+)
+SPREADS = {
+    "single": ("parallel=single",),
+    "dp": ("parallel=dp", "parallel.devices=2"),
+    "dp_in_replica": ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
+    "ddp": ("parallel=ddp", "parallel.devices=2"),
+    "fsdp": ("parallel=fsdp", "parallel.devices=2"),
+}
+# Module name under which configs find this file, because they may name only classes of src/.
+HERE = "src.loss_parameters_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+NAMES = ["centers", "temperature", "batches"]
+
+
+class ArcFace(nn.Module):
+    """ArcFace (arXiv:1801.07698) added to cross entropy. It has a learned scale, a count of batches
+    and a constant.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(10, 8))
+        self.temperature = nn.Parameter(torch.full((1,), 2.0))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(2), persistent=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.batches: Tensor = self.batches + 1
+        scores, embeddings = outputs[:, :10], outputs[:, 10:]
+        cosines = functional.normalize(embeddings) @ functional.normalize(self.centers).T
+        # Keep away from 1, where the derivative of acos is infinite.
+        angles = cosines.clamp(-0.9999, 0.9999).acos()
+        margins = 0.3 * functional.one_hot(targets, 10)
+        arcface = functional.cross_entropy(16 * (angles + margins).cos(), targets)
+        plain = functional.cross_entropy(scores, targets)
+        return arcface + plain + functional.cross_entropy(scores * self.temperature, targets)
+
+
+def config_of(*overrides: str) -> ResolvedConfig:
+    config = resolved(*SETTINGS, *overrides)
+    config.train.loss = f"{HERE}.ArcFace"
+    return config
+
+
+def train(
+    ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None = None
+) -> None:
+    """Train from the checkpoint in `folder`, if there is one, to the end or to step `stop_at`."""
+    torch.set_num_threads(1)
+    run = start_run(config, Path(folder), ranks, store)
+    strategy, (phase,) = run.parts.strategy, run.parts.state.phases
+
+    def stop_if_due(*_: Any) -> None:
+        if run.parts.progress.step + 1 == stop_at:
+            strategy.group.stop.request(signal.SIGTERM)
+
+    phase.wrapped.register_forward_hook(stop_if_due)
+    try:
+        with run.training() as training:
+            take_all_steps(training)
+    except Stopped:
+        strategy.close()
+
+
+def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
+    if not folder.exists():
+        prepare(config, folder)
+    if config.parallel.has_ranks:
+        in_ranks(train, config.parallel.devices, str(folder), config, stop_at)
+    else:
+        train(Ranks(), None, str(folder), config, stop_at)
+    return folder
+
+
+def contents(folder: Path, name: str = "last") -> dict[str, Any]:
+    return checkpoint.load(folder / "checkpoints" / f"{name}.pt")
+
+
+def losses(folder: Path) -> list[float]:
+    return [
+        line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function `spread -> run folder`. Each spread trains once."""
+    base = tmp_path_factory.mktemp("loss_parameters")
+
+    def folder(spread: str) -> Path:
+        at = base / spread
+        return at if at.exists() else train_in(at, config_of(*SPREADS[spread]))
+
+    return folder
+
+
+def built(*overrides: str) -> RunParts:
+    """Build a run on one device, with the loss of this file."""
+    return parts_of(config_of("parallel=single", *overrides))
+
+
+def saved(run: RunParts) -> dict[str, Any]:
+    return saving.snapshot(run.state, run.strategy)
+
+
+@pytest.mark.parametrize("spread", ["ddp", "dp", "dp_in_replica", "fsdp"])
+@pytest.mark.processes
+@pytest.mark.slow(seconds=7)
+@pytest.mark.sample(4)
+def test_loss_with_parameters_trains_equally_under_every_strategy(
+    trained: Callable[[str], Path], spread: str
+) -> None:
+    expected, actual = contents(trained("single")), contents(trained(spread))
+    assert losses(trained(spread)) == pytest.approx(losses(trained("single")), rel=1e-5)
+    theirs, ours = expected["networks"]["loss"], actual["networks"]["loss"]
+    assert list(ours) == list(theirs) == NAMES
+    for name in ("centers", "temperature"):
+        assert torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5), name
+    assert read_result(trained(spread)).proof["hashes_equal"]
+
+
+@pytest.mark.slow(seconds=2)
+def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
+    trained: Callable[[str], Path],
+) -> None:
+    last, initial = contents(trained("single")), built().state.own_tensors("loss")
+    own = last["networks"]["loss"]
+    for name in ("centers", "temperature"):
+        assert (own[name] - initial[name]).abs().max() > 1e-4, name
+    assert own["batches"] == 2 * STEPS
+    groups = {
+        tuple(group["params"]): group["weight_decay"]
+        for group in last["phases"]["train"]["optimizer"]["param_groups"][-2:]
+    }
+    assert groups == {("loss.temperature",): 0.0, ("loss.centers",): 0.05}
+
+
+def test_parameters_of_a_loss_are_scaled_by_head_lr_scale_but_not_by_layer_decay() -> None:
+    state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
+    groups = state.phases[0].optimizer.param_groups
+    scale_of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    own = state.networks["loss"].parameters()
+    assert [scale_of[id(parameter)] for parameter in own] == [10.0, 10.0]
+
+
+def test_freezing_the_backbone_leaves_the_parameters_of_a_loss_trainable() -> None:
+    state = built("model.freeze=backbone").state
+    trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
+    assert trainable == {"head", "loss"}
+    (phase,) = state.phases
+    assert sum(len(group["params"]) for group in phase.optimizer.param_groups) == 4
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 0.5), ("agc", 10.0)])
+def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
+    mode: str, expected: float
+) -> None:
+    run = built(
+        "optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}"
+    )
+    step = Step(run, iter(()), MetricWindow(run.strategy.device), is_logged=True)
+    for parameter in run.state.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    temperature = dict(run.state.named_parameters())["loss.temperature"]
+    assert temperature.grad is not None
+    temperature.grad.fill_(10)
+    step._clip(run.state.phases[0])
+    assert step._norms["train"] == 10
+    # Adaptive clipping (agc) does not change the head.
+    assert temperature.grad.item() == pytest.approx(expected)
+
+
+def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
+    (phase,) = built().state.phases
+    phase.optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match=r"loss\.centers"):
+        check_is_complete(phase.optimizer, phase.parameters)
+
+
+@pytest.mark.slow(seconds=1)
+def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
+    trained: Callable[[str], Path],
+) -> None:
+    last, digest = contents(trained("single")), hashlib.sha256()
+    own = [last["networks"]["loss"][name] for name in ("centers", "temperature")]
+    for tensor in (*last["model"].values(), *own):
+        digest.update(tensor.numpy().tobytes())
+    assert read_result(trained("single")).parameters_hash == digest.hexdigest()[:16]
+
+
+def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved() -> None:
+    run = built()
+    dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
+    with pytest.raises(NotFiniteError):
+        saving.checkpoint_of(run, [])
+
+
+@pytest.mark.parametrize(("old", "new"), [("fsdp", "ddp"), ("single", "single"), ("fsdp", "fsdp")])
+@pytest.mark.processes
+@pytest.mark.slow(seconds=7)
+@pytest.mark.nightly
+def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
+    trained: Callable[[str], Path], tmp_path: Path, old: str, new: str
+) -> None:
+    folder = train_in(tmp_path / "run", config_of(*SPREADS[old]), stop_at=6)
+    assert contents(folder)["progress"]["step_in_epoch"] == 2
+    train_in(folder, config_of(*SPREADS[new]))
+    expected, actual = contents(trained(new)), contents(folder)
+    assert losses(folder) == pytest.approx(losses(trained(new)), rel=1e-5)
+    parts = [
+        {**of["model"], **of["averages"]["ema"], **of["networks"]["loss"]}
+        for of in (expected, actual)
+    ]
+    for name, tensor in parts[0].items():
+        is_equal = torch.equal if old == new else partial(torch.allclose, rtol=1e-3, atol=1e-4)
+        assert is_equal(parts[1][name], tensor), name
+    if old == new:
+        states = [of["phases"]["train"]["optimizer"]["state"] for of in (expected, actual)]
+        assert all(
+            map(
+                torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)
+            )
+        )
+
+
+@pytest.mark.slow(seconds=2)
+def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() -> None:
+    run = built()
+    old = {**saved(run), "networks": {}}
+    other = {**saved(run), "networks": {"loss": {name: torch.zeros(3) for name in NAMES}}}
+    for contents_of_run in (old, other):
+        with pytest.raises(ValueError, match=r"^train\.loss: .*centers") as refusal:
+            restoring.restore(built().state, run.strategy, contents_of_run)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
+def test_built_in_losses_store_no_class_weights_in_checkpoints(loss: str) -> None:
+    name = "multilabel" if loss == "asl" else "classification"
+    train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
+    task = task_of(10, train)
+    task.prepare(None)
+    criterion = task.networks(nn.Identity())["loss"]
+    assert list(criterion.buffers())
+    assert not criterion.state_dict()
+    assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
+
+
+def test_exported_model_contains_no_parameters_of_the_loss(
+    trained: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained("single"), tmp_path / "run")
+    # Replace the loss in the config, because loading checks that the class is in src/.
+    text = (run / "config.yaml").read_text().replace(f"{HERE}.ArcFace", "ce")
+    (run / "config.yaml").write_text(text)
+    export_safetensors(load_trained(run, None, None, torch.device("cpu")), tmp_path)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == contents(trained("single"))["model"].keys()
+    fresh = built(f"model.weights={trained('single')}/checkpoints/best.pt").state
+    own = contents(trained("single"))["networks"]["loss"]
+    assert not torch.equal(fresh.own_tensors("loss")["centers"], own["centers"])
+
+
+def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
+    config = ResolvedParallel(strategy="dp", devices=2, accelerator="cpu", threads_per_device=1)
+    strategy, criterion = DataParallelStrategy(config, Ranks()), ArcFace()
+    # The device meta exists on every machine.
+    strategy.output_device = torch.device("meta")
+    model = nn.Linear(4, 18)
+    strategy.wrap(PhaseStep(task_of(10), Networks({"model": model, "loss": criterion}), "train"))
+    assert {tensor.device.type for tensor in (*criterion.parameters(), *criterion.buffers())} == {
+        "meta"
+    }
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
+    config = ResolvedParallel(
+        strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True
+    )
+    strategy, task = (
+        DataParallelStrategy(config, Ranks()),
+        task_of(3, TrainConfig(class_weights=[1.0, 2.0, 3.0])),
+    )
+    task.prepare(None)
+    model = nn.Linear(4, 3)
+    networks = Networks(task.networks(model))
+    weights: dict[int, int] = {}
+
+    def note(replica: nn.Module, *_: Any) -> None:
+        weights[id(replica)] = replica.weight.data_ptr()  # type: ignore[operator]
+
+    networks["loss"].register_forward_pre_hook(note)
+    images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    wrapped = strategy.wrap(PhaseStep(task, networks, "train"))
+    losses_of_images, _ = wrapped(Batch({"image": images, "target": labels}))
+    assert len(weights) == len(set(weights.values())) == 2
+    assert torch.allclose(losses_of_images, networks["loss"](model(images), labels))
+
+
+@pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
+def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
+    mixup: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader(nn.Module):
+        reads = ("smoothing", "mixup")
+
+        def __init__(self, smoothing: float) -> None:
+            super().__init__()
+            self.smoothing = smoothing
+
+    module = ModuleType("src.train.reader")
+    module.Reader = Reader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    train = TrainConfig(loss="src.train.reader.Reader", smoothing=0.1)
+    criterion = task_of(3, train, mixup=mixup).networks(nn.Identity())["loss"]
+    assert isinstance(criterion, Reader)
+    assert criterion.smoothing == expected

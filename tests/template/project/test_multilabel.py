@@ -1,0 +1,370 @@
+"""Multi-label training, class weights and balanced sampling; metrics match scikit-learn at any
+world size.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.metrics import average_precision_score, f1_score
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor
+
+import evaluate as entry
+from src.schema import TrainConfig
+from src.tasks.multilabel import Multilabel, count_labels, macro_f1, mean_average_precision
+from tests.template.runs import resolved, run_warm, task_of
+from timm_parallel.batch import Batch
+from timm_parallel.record.result import read_result
+
+LABELS = ("beach", "night", "people")
+SMALL = (
+    "train=multilabel",
+    "data=csv",
+    "data.image_size=16",
+    "data.batch_size=6",
+    "data.val_fraction=0.4",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=2",
+    "optim.lr=3e-3",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 44 images with zero to three labels each, and a CSV that lists them."""
+    folder = tmp_path_factory.mktemp("scenes")
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(44):
+        own = [name for bit, name in enumerate(LABELS) if number >> bit & 1]
+        Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(
+            folder / f"{number}.png"
+        )
+        rows.append((f"{number}.png", ";".join(own)))
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "label"), *rows])
+    return folder / "labels.csv"
+
+
+# Draw scores from five values, so that some scores are equal.
+rows_of_scores = st.integers(2, 40).flatmap(
+    lambda n: st.tuples(
+        st.lists(
+            st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=3, max_size=3),
+            min_size=n,
+            max_size=n,
+        ),
+        st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n, max_size=n),
+    )
+)
+
+
+@pytest.mark.slow(seconds=1)
+@settings(max_examples=60, deadline=None)
+@given(rows_of_scores)
+@pytest.mark.filterwarnings("ignore:No positive class")
+def test_multilabel_map_and_macro_f1_match_scikit_learn(
+    rows: tuple[list[list[float]], list[list[bool]]],
+) -> None:
+    scores, labels = torch.tensor(rows[0]), torch.tensor(rows[1]).float()
+    expected = average_precision_score(labels.numpy(), scores.numpy(), average="macro")
+    assert mean_average_precision(scores, labels) == pytest.approx(expected)
+    batch = Batch({"image": scores, "target": labels})
+    counts = count_labels(None, scores, batch)
+    predicted = scores.sigmoid() >= 0.5
+    assert macro_f1(counts, len(scores)) == pytest.approx(
+        f1_score(labels, predicted, average="macro", zero_division=0)
+    )
+
+
+@pytest.fixture(scope="module")
+def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = (
+        *SMALL,
+        f"data.root={scenes}",
+        "parallel=single",
+        "model.ema.decay=0.9",
+        "checkpoint.metric=val/map_ema",
+    )
+    return run_warm(tmp_path_factory.mktemp("single"), *words)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.sample(2)
+@pytest.mark.slow(seconds=2)
+def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
+    devices: int, scenes: Path, multilabel_run: Path, tmp_path: Path
+) -> None:
+    words = (*SMALL, f"data.root={scenes}", "parallel=ddp", f"parallel.devices={devices}")
+    one, other = (
+        read_result(folder).val for folder in (multilabel_run, run_warm(tmp_path, *words))
+    )
+    assert one["samples"] == other["samples"]
+    for name in Multilabel.metrics:
+        assert one[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the table of a predictions.csv, and labels and scores with a column for each class."""
+    table = pd.read_csv(path, keep_default_na=False).rename_axis("image").reset_index()
+    places = pd.wide_to_long(table, ["class_", "probability_"], "image", "place")
+    scores = places.reset_index().pivot(index="image", columns="class_", values="probability_")
+    return (
+        table,
+        table["label"].str.get_dummies(";").reindex(columns=scores.columns, fill_value=0),
+        scores,
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=2)
+def test_multilabel_trains_a_model_of_one_sigmoid_on_one_label(
+    scenes: Path, tmp_path: Path
+) -> None:
+    rows = ["file,label"]
+    for number in range(44):
+        rows.append(f"{number}.png,{'night' if number % 3 else ''}")
+    path = scenes.with_name("one.csv")
+    path.write_text("\n".join(rows))
+    words = (*SMALL, f"data.root={path}", "parallel=single", "train.class_weights=auto")
+    run = run_warm(tmp_path / "run", *words)
+    assert 0 < read_result(run).val["map"] <= 1
+    table = tmp_path / "predictions.csv"
+    assert entry.main([f"run={run}", f"predictions={table}", "data.workers=0"]) == 0
+    written = pd.read_csv(table, keep_default_na=False)
+    assert set(written["class_1"]) == {"night"} and "class_2" not in written
+    assert set(written["label"]) == {"", "night"}
+    assert written["probability_1"].between(0, 1).all()
+
+
+@pytest.mark.parametrize(
+    ("word", "weights"), [("", "ema"), ("weights=ema", "ema"), ("weights=model", "model")]
+)
+def test_multilabel_metrics_of_a_run_match_scikit_learn_on_predictions_csv(
+    multilabel_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], word: str, weights: str
+) -> None:
+    """Without `weights`, evaluate.py evaluates raw and averaged weights, and writes the predictions
+    of the set that checkpoint.metric names.
+    """
+    path = tmp_path / "predictions.csv"
+    words = [
+        f"run={multilabel_run}",
+        f"predictions={path}",
+        "checkpoint=last",
+        "data.workers=0",
+        word,
+    ]
+    assert entry.main([word for word in words if word]) == 0
+    printed = [json.loads(line)["weights"] for line in capfd.readouterr().out.splitlines()]
+    assert printed == ([weights] if word else ["model", "ema"])
+    table, labels, scores = read_predictions(path)
+    val, suffix = read_result(multilabel_run).val, "_ema" if weights == "ema" else ""
+    assert len(table) == val["samples"] and set(table["weights"]) == {weights}
+    assert sorted(scores.columns) == sorted(LABELS) == list(labels.columns)
+    expected = average_precision_score(labels.to_numpy(), scores.to_numpy(), average="macro")
+    assert expected == pytest.approx(val[f"map{suffix}"], abs=1e-6)
+    expected = f1_score(
+        labels.to_numpy(), scores.to_numpy() >= 0.5, average="macro", zero_division=0
+    )
+    assert expected == pytest.approx(val[f"f1_macro{suffix}"], abs=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=5)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words",
+    [
+        SMALL,
+        ("data.limit_train=60", "data.batch_size=12", "data.balance=0.7", "data.image_size=16"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_ddp_run_with_multilabel_or_balanced_data_resumes_bit_identically_mid_epoch(
+    words: tuple[str, ...], scenes: Path, tmp_path: Path
+) -> None:
+    root = (f"data.root={scenes}",) if words is SMALL else ()
+    more = (
+        *words,
+        *root,
+        "train.epochs=2",
+        "parallel=ddp",
+        "parallel.devices=2",
+        "parallel.accelerator=cpu",
+    )
+    whole = run_warm(tmp_path / "whole", *more)
+    run_warm(tmp_path / "parts", *more, "train.max_steps=3")
+    parts = run_warm(tmp_path / "parts", *more)
+    weights = [
+        torch.load(run / "checkpoints/last.pt", weights_only=True)["model"]
+        for run in (whole, parts)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("train.task=multilabel", "train.loss=ce", "data=csv", "data.root=x"), "train.loss=ce"),
+        (("train.loss=asl",), "train.loss=asl"),
+        (("train=multilabel", "checkpoint.metric=val/acc"), "checkpoint.metric=val/acc"),
+        (("checkpoint.metric=val/map",), "checkpoint.metric=val/map"),
+        (("train=multilabel",), "train.task=multilabel"),
+        (
+            ("train=multilabel", "data=csv", "data.root=x", "data.augment.mixup=0.2"),
+            "data.augment.mixup",
+        ),
+        (("train=multilabel", "data=csv", "data.root=x", "data.balance=1"), "data.balance=1"),
+        (("data.balance=1", "data.augment.aug_repeats=2"), "data.balance=1"),
+        (("train.class_weights=auto", "data.balance=1"), "data.balance=1"),
+        (("train.class_weights=most",), "train.class_weights=most"),
+        (("train.class_weights=[1,-1]",), "train.class_weights=[1, -1]"),
+    ],
+)
+def test_loss_metric_mixup_or_balance_config_is_refused_when_incompatible_with_train_task(
+    words: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved(*words)
+    assert str(refusal.value).startswith(key)
+
+
+def test_class_weights_auto_are_inversely_proportional_to_class_frequency() -> None:
+    labels = torch.tensor([0] * 6 + [1] * 3 + [2])
+    weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(labels)["class_weight"]
+    # The weights equal those of scikit-learn's class_weight="balanced".
+    balanced = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
+    assert weights.tolist() == pytest.approx(balanced.tolist())
+    several = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    train = TrainConfig(task="multilabel", loss="bce", class_weights="auto")
+    weights_of = task_of(2, train).class_weights(several)
+    assert weights_of["pos_weight"].tolist() == pytest.approx([1 / 3, 3])
+    assert weights_of["class_weight"].tolist() == pytest.approx([4 / 2, 4 / 6])
+
+
+def loss_of(config: TrainConfig, scores: Tensor, labels: Tensor) -> float:
+    """Return the training loss on all training images in one batch."""
+    task = task_of(scores.shape[1], config)
+    task.prepare(labels)
+    return float(task.build_criterion()(scores, labels).mean().item())
+
+
+frequencies = st.lists(st.integers(1, 200), min_size=2, max_size=5)
+given_weights = st.lists(st.floats(0.01, 100), min_size=5, max_size=5)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=11)
+@settings(max_examples=40, deadline=None)
+@given(
+    frequencies,
+    st.one_of(st.just("auto"), given_weights),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 9),
+)
+def test_class_weighted_cross_entropy_of_the_whole_training_set_equals_that_of_torch(
+    counts: list[int], given: str | list[float], smoothing: float, seed: int
+) -> None:
+    classes = len(counts)
+    labels = torch.arange(classes).repeat_interleave(torch.tensor(counts))
+    chosen = given if isinstance(given, str) else given[:classes]
+    config = TrainConfig(class_weights=chosen, smoothing=smoothing)
+    scores = torch.randn(len(labels), classes, generator=torch.Generator().manual_seed(seed))
+    weights = torch.tensor([1 / count for count in counts] if isinstance(chosen, str) else chosen)
+    theirs = torch.nn.functional.cross_entropy(scores, labels, weights, label_smoothing=smoothing)
+    assert loss_of(config, scores, labels) == pytest.approx(theirs.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+@pytest.mark.parametrize("weights", ["auto", [3.0, 3.0, 3.0]])
+def test_class_weights_do_not_change_the_loss_when_classes_are_equally_frequent(
+    loss: str, weights: Any
+) -> None:
+    labels = torch.arange(3).repeat(7)
+    scores = torch.randn(21, 3, generator=torch.Generator().manual_seed(1))
+    config = TrainConfig(loss=loss, class_weights=weights)
+    assert loss_of(config, scores, labels) == pytest.approx(
+        loss_of(TrainConfig(loss=loss), scores, labels)
+    )
+
+
+@pytest.mark.parametrize("weights", ["auto", [0.2, 7.0]])
+@pytest.mark.parametrize(("loss", "share"), [("ce", 0.99), ("ce", 0.5), ("bce", 0.99)])
+def test_class_weights_do_not_change_the_mean_loss_of_an_untrained_model(
+    loss: str, share: float, weights: Any
+) -> None:
+    labels = (torch.arange(200) >= 200 * share).long()
+    config = TrainConfig(loss=loss, class_weights=weights)
+    assert loss_of(config, torch.zeros(200, 2), labels) == pytest.approx(np.log(2), rel=1e-4)
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("loss", ["bce", "asl"])
+@pytest.mark.parametrize("positives", [(1, 50, 99), (0, 50, 100)])
+def test_multilabel_class_weights_do_not_change_the_mean_loss(
+    loss: str, positives: tuple[int, ...]
+) -> None:
+    labels = torch.stack([(torch.arange(100) < count).float() for count in positives], 1)
+    # Turn off focusing and clipping, because the asymmetric loss then equals binary cross entropy.
+    kwargs = {"gamma_pos": 0, "gamma_neg": 0, "clip": 0} if loss == "asl" else {}
+    plain, auto, listed = (
+        TrainConfig(task="multilabel", loss=loss, loss_kwargs=kwargs, class_weights=weights)
+        for weights in (None, "auto", [1.0, 10.0, 100.0])
+    )
+    scores = torch.zeros(100, 3)
+    expected = pytest.approx(loss_of(plain, scores, labels), rel=1e-4)
+    assert loss_of(auto, scores, labels) == expected
+    assert loss_of(listed, scores, labels) == expected
+    half = labels[:, [1, 1, 1]]
+    scores = torch.randn(100, 3, generator=torch.Generator().manual_seed(2))
+    assert loss_of(auto, scores, half) == pytest.approx(loss_of(plain, scores, half), rel=1e-4)
+
+
+def test_class_weights_are_refused_when_no_training_image_has_a_weight() -> None:
+    with pytest.raises(ValueError, match=r"train\.class_weights=\[0\.0, 1\.0\]"):
+        task_of(2, TrainConfig(class_weights=[0.0, 1.0])).class_weights(torch.tensor([0, 0]))
+
+
+def test_class_weights_must_have_one_number_per_class_and_auto_includes_absent_classes() -> None:
+    with pytest.raises(ValueError, match=r"train\.class_weights=\[1\.0, 2\.0\]: .* 3 classes"):
+        task_of(3, TrainConfig(class_weights=[1.0, 2.0])).class_weights(None)
+    # The last class has no training image, which data.limit_train can cause.
+    weights = task_of(3, TrainConfig(class_weights="auto")).class_weights(torch.tensor([0, 0, 1]))
+    assert weights["class_weight"].tolist() == pytest.approx([0.75, 1.5, 1.125])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weighted_cross_entropy_is_divided_by_images_not_by_the_sum_of_weights(
+    smoothing: float,
+) -> None:
+    config = TrainConfig(class_weights=[0.5, 2.0, 1.0], smoothing=smoothing)
+    task = task_of(3, config)
+    task.prepare(None)
+    criterion = task.build_criterion()
+    scores, labels = (
+        torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 1, 2, 1] * 2),
+    )
+    # The library divides by the number of images, so there is a loss for each.
+    losses = criterion(scores, labels)
+    halves = torch.cat([criterion(scores[:4], labels[:4]), criterion(scores[4:], labels[4:])])
+    assert losses.tolist() == pytest.approx(halves.tolist())
+    if smoothing == 0:
+        each = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+        expected = each * torch.tensor(config.class_weights)[labels]
+        assert losses.tolist() == pytest.approx(expected.tolist())

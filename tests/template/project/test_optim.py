@@ -1,0 +1,283 @@
+"""timm optimizers update the weights or fail with an error that names them; timm schedules match
+their formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
+from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
+from tests.template.runs import resolved
+from timm_parallel.config.timm_names import timm_optimizers
+
+# Optimizers of Apex and bitsandbytes, which need CUDA and more packages.
+HERE_WITHOUT = (
+    *(
+        "bnbadam",
+        "bnbadam8bit",
+        "bnbadamw",
+        "bnbadamw8bit",
+        "bnbsgd",
+        "bnbsgd8bit",
+        "bnblion",
+        "bnblion8bit",
+    ),
+    *(
+        "bnbademamix",
+        "bnbademamix8bit",
+        "fusedadam",
+        "fusedadamw",
+        "fusedlamb",
+        "fusednovograd",
+        "fusedsgd",
+    ),
+)
+# Optimizers of the quick tests. kron is not one of them, because its compilation takes 20 s.
+# kronc and kronw are the same class as kron, so they are not tested.
+QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize(
+    "opt",
+    [
+        opt if opt in QUICK_OPTIMIZERS else pytest.param(opt, marks=pytest.mark.slow(seconds=0.1))
+        for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
+    ],
+)
+def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    optimizer = build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, {"model": model})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    # Run two steps, because some optimizers do not change the weights in the first step.
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    assert all(
+        not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
+def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Apex or bitsandbytes may work here")
+    with pytest.raises(ValueError, match=rf"optim\.opt={opt}: CUDA required"):
+        build_optimizer(resolved(f"optim.opt={opt}").optim, 1e-3, {"model": nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("opt", sorted({"momentum", "sgdp", "lars", "rmsprop", *NESTEROV}))
+def test_momentum_0_is_refused_only_for_optimizers_that_reject_momentum_0(opt: str) -> None:
+    config = OptimConfig(opt=opt, momentum=0)
+    early = list(config.problems(Config()))
+    assert [line.partition(":")[0] for line in early] == (
+        ["optim.momentum=0"] if opt in NESTEROV else []
+    )
+    if early:
+        # The error must not blame optim.kwargs, which is empty.
+        with pytest.raises(ValueError, match=rf"optim: {opt} ") as error:
+            build_optimizer(config, 1e-3, {"model": nn.Linear(2, 2)})
+        assert "kwargs" not in str(error.value)
+    else:
+        build_optimizer(config, 1e-3, {"model": nn.Linear(2, 2)})
+    assert (
+        list(OptimConfig(opt=opt, momentum=0, kwargs={"nesterov": False}).problems(Config())) == []
+    )
+
+
+def test_rsqrt_schedule_without_warmup_is_refused_unless_the_time_scale_is_given() -> None:
+    config = OptimConfig(sched="rsqrt", warmup_epochs=0)
+    assert [line.partition(":")[0] for line in config.problems(Config())] == [
+        "optim.warmup_epochs=0"
+    ]
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="optim: rsqrt ") as error:
+        build_schedule(config, TrainConfig(), optimizer, 10)
+    assert "kwargs" not in str(error.value)
+    config.sched_kwargs = {"stable_timescale": 2}
+    assert list(config.problems(Config())) == []
+    build_schedule(config, TrainConfig(), optimizer, 10)
+
+
+@pytest.mark.parametrize(("opt", "waits"), [("adamw", False), ("sgd", False), ("lamb", True)])
+def test_waits_for_scaler_is_true_only_for_optimizers_without_a_fused_kernel(
+    opt: str, waits: bool
+) -> None:
+    optimizer = build_optimizer(
+        resolved(f"optim.opt={opt}").optim, 1e-3, {"model": nn.Linear(2, 2)}
+    )
+    assert waits_for_scaler(optimizer) == waits
+
+
+def test_optimizer_gives_norms_and_biases_no_weight_decay() -> None:
+    for model in (timm.create_model("test_resnet"), timm.create_model("test_vit")):
+        optimizer = build_optimizer(
+            resolved("optim.weight_decay=0.1").optim, 1e-3, {"model": model}
+        )
+        decay = {
+            id(p): group["weight_decay"]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        excluded: set[str] = getattr(model, "no_weight_decay", set)()
+        for name, parameter in model.named_parameters():
+            # Skip embeddings and tokens, because a fork may exclude them from weight decay too.
+            if "embed" not in name and "token" not in name:
+                decays = parameter.ndim > 1 and name not in excluded
+                assert decay[id(parameter)] == (0.1 if decays else 0.0), name
+
+
+def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) -> list[float]:
+    """Return the learning rate of every step of a 10-epoch training."""
+    config = resolved(
+        "train.epochs=10",
+        "optim.lr=1.0",
+        "optim.warmup_epochs=2",
+        "optim.warmup_lr=0.1",
+        *overrides,
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
+    schedule = build_schedule(config.optim, config.train, optimizer, steps_per_epoch)
+    assert schedule is not None
+    actual = []
+    for step in range(1, (steps or 10 * steps_per_epoch) + 1):
+        actual.append(optimizer.param_groups[0]["lr"])
+        schedule.step_update(step)
+    return [*actual, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    # Learning rates by step, computed by hand: 20 steps of warm-up from 0.1 to 1, then 80 of decay.
+    [
+        (
+            ("optim.sched=cosine",),
+            {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
+        ),
+        (("optim.sched=cosine", "optim.min_lr=0.2"), {20: 1.0, 60: 0.6, 100: 0.2}),
+        (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
+        (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
+        (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
+        (
+            ("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"),
+            {20: 1.0, 49: 1.0, 50: 0.5, 80: 0.25},
+        ),
+        # timm intentionally drops the rate one step before the milestone.
+        (
+            ("optim.sched=multistep", "optim.decay_milestones=[4,7]"),
+            {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01},
+        ),
+        (
+            ("optim.sched=wsd", "optim.decay_epochs=4"),
+            {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0},
+        ),
+        (
+            ("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",),
+            {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0},
+        ),
+    ],
+)
+def test_learning_rate_schedule_matches_rates_computed_by_hand(
+    overrides: tuple[str, ...], expected: dict[int, float]
+) -> None:
+    actual = rates(*overrides)
+    assert {step: actual[step] for step in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("decay_epochs", [0.5, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("sched", ["wsd", "rsqrt"])
+def test_decay_epochs_of_wsd_and_rsqrt_schedules_set_the_length_of_the_final_decay(
+    sched: str, decay_epochs: float
+) -> None:
+    """The learning rate warms up for 20 steps, is constant (wsd) or falls (rsqrt), and decays at
+    the end.
+    """
+    actual = rates(
+        f"optim.sched={sched}", f"optim.decay_epochs={decay_epochs}", "optim.cooldown_epochs=1"
+    )
+    decay_starts = 90 - 10 * decay_epochs
+    for step in range(20, 101):
+        stable = 1.0 if sched == "wsd" else (1 + (step - 20) / 20) ** -0.5
+        share = min(1.0, max(0.0, step - decay_starts) / (10 * decay_epochs))
+        left = 1 - math.sqrt(share) if sched == "wsd" else 1 - share
+        assert actual[step] == pytest.approx(stable * left, abs=1e-6), f"step {step}"
+
+
+@pytest.mark.parametrize("sched", ["cosine", "tanh", "poly", "wsd", "rsqrt", "constant"])
+def test_learning_rate_by_epoch_does_not_depend_on_steps_per_epoch(sched: str) -> None:
+    """More accumulation or a larger batch gives fewer steps per epoch, but the same curve over
+    epochs.
+    """
+    few, many = (
+        rates(f"optim.sched={sched}", steps_per_epoch=10),
+        rates(f"optim.sched={sched}", steps_per_epoch=40),
+    )
+    assert few == pytest.approx(many[::4], abs=0.02)
+
+
+class Signs(torch.optim.Optimizer):
+    """Optimizer of a fork."""
+
+    works_on_parts = True
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+
+@pytest.fixture
+def own_optimizer(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the dotted name of `Signs` in a module of src/."""
+    module = ModuleType("src.train.signs")
+    module.Signs, module.Module = Signs, nn.Module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return "src.train.signs.Signs"
+
+
+def test_custom_optimizer_gets_parameter_groups_and_settings_of_timm(own_optimizer: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    config = OptimConfig(opt=own_optimizer, momentum=0.3, weight_decay=0.2)
+    optimizer = build_optimizer(config, 0.1, {"model": model})
+    assert type(optimizer) is Signs
+    groups = [
+        {name: group[name] for name in ("lr", "weight_decay", "momentum")}
+        for group in optimizer.param_groups
+    ]
+    assert groups == [{"lr": 0.1, "weight_decay": decay, "momentum": 0.3} for decay in (0.0, 0.2)]
+
+
+def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^optim\.kwargs=\{'gamma': 1\}: "):
+        build_optimizer(OptimConfig(opt=own_optimizer, kwargs={"gamma": 1}), 0.1, {"model": model})
+    with pytest.raises(ValueError, match=r"^optim\.opt=src\.train\.signs\.Module: "):
+        build_optimizer(OptimConfig(opt="src.train.signs.Module"), 0.1, {"model": model})
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("optim.opt", "src.train.optim.Signs"),
+        ("optim.sched", "src.train.optim.Plateau"),
+        ("optim.sched", "src.train.nowhere.Plateau"),
+        ("train.loop", "src.train.run.loop"),
+        ("train.loop", "src.train.nowhere.loop"),
+        ("train.loop", "loop"),
+        ("train.loop", "src"),
+    ],
+)
+def test_misspelled_name_of_own_code_is_refused(key: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(key)}={re.escape(name)}: no such"):
+        resolved(f"{key}={name}")

@@ -1,0 +1,309 @@
+"""plan.py predicts the values that a real run reports: steps, shards, learning rates and tensor
+sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from scripts import plan as plan_script
+from src.commands.plan import UNKNOWN, plan
+from tests.template.runs import TINY, parts_of, resolved, run_warm, task_of
+from timm_parallel.batch import Batch
+from timm_parallel.lab.plan import Plan
+from timm_parallel.measure.flops import count_flops
+from timm_parallel.parallel.networks import Networks
+
+ROOT = Path(__file__).parents[3]
+LARGE = (
+    *("model=resnet18", "model.name=vit_small_patch16_224", "data=folder", "data.image_size=224"),
+    *("parallel=ddp", "parallel.devices=8"),
+)
+WORDS = [word for word in TINY if not word.startswith("parallel.")]
+
+
+def plan_for(*overrides: str, devices: int = 1) -> Plan:
+    return plan([*WORDS, *overrides], [devices])[0]
+
+
+def costs_of(row: Plan) -> tuple[int, int]:
+    """Return the FLOPs and the memory of a plan, which must be known."""
+    assert row.flops_per_step is not None and row.bytes_per_device is not None
+    return row.flops_per_step, row.bytes_per_device
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model=resnet18", "optim=sgd", "train.accumulate=2"),
+        ("model.freeze=backbone",),
+        ("model.ema.decay=0.9", "data.augment.mixup=0.2", "model.num_classes=20"),
+    ],
+)
+@pytest.mark.slow(seconds=2)
+@pytest.mark.sample(2)
+def test_plan_memory_estimate_matches_memory_allocated_by_a_training_step(
+    overrides: tuple[str, ...],
+) -> None:
+    config = resolved("parallel=single", *overrides)
+    expected = plan_for("parallel=single", *overrides)
+    parts = parts_of(config)
+    assert parts.flops_per_step == costs_of(expected)[0] > 0
+    trainee, (phase,) = parts.state, parts.state.phases
+    batch = next(parts.train_loader.epoch(0))
+    if parts.mixing:
+        batch = parts.mixing(batch)
+    activations = allocated(lambda: phase.wrapped.train()(batch))
+    phase.wrapped(batch)[0].mean().backward()
+    phase.optimizer.step()
+    state = [
+        v
+        for state in phase.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor)
+    ]
+    averaged = trainee.ema
+    real = (
+        size([*trainee.model.parameters(), *trainee.model.buffers()])
+        + size([p.grad for p in trainee.model.parameters() if p.grad is not None])
+        + size(state)
+        + (0 if averaged is None else size([*averaged.parameters(), *averaged.buffers()]))
+        + activations
+        + size([batch.image, batch.target])
+    )
+    assert expected.bytes_per_device == pytest.approx(real, rel=0.02)
+
+
+def size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def allocated(forward: Any) -> int:
+    """Measure with the profiler how many bytes a forward pass allocates and keeps."""
+    with profile(profile_memory=True) as profiler:
+        loss, _ = forward()
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [2, 1])
+@pytest.mark.sample(2)
+def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(
+    devices: int, tmp_path: Path
+) -> None:
+    overrides = (
+        "optim.sched=cosine",
+        "optim.warmup_epochs=1",
+        "optim.lr_rule=linear",
+        "train.epochs=4",
+        "data.limit_train=200",
+    )
+    planned = plan_for("parallel=ddp", *overrides, devices=devices)
+    run_warm(tmp_path, "parallel=ddp", f"parallel.devices={devices}", *overrides)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert planned.steps == result["steps"]
+    assert planned.dropped_per_epoch == result["dropped_per_epoch"]
+    assert planned.images_per_device * devices == result["samples_seen"] / result["epochs"]
+    assert planned.parameters == result["parameters"]
+    assert planned.flops_per_step == result["flops_per_step"]
+
+
+@pytest.mark.slow(seconds=2)
+def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices() -> None:
+    auto, fixed = (
+        plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
+    )
+    assert auto == fixed
+    assert auto[0].reason == ""
+
+
+@pytest.mark.slow(seconds=6)
+def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() -> None:
+    overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
+    spreads = (
+        ("parallel=ddp",),
+        ("parallel=fsdp", "parallel.shard_size=2"),
+        ("parallel=fsdp", "parallel.shard_size=null"),
+    )
+    plans = [plan_for(*spread, *overrides, devices=4) for spread in spreads]
+    whole, half, quarter = (costs_of(row)[1] for row in plans)
+    # Half of the kept tensors, and a quarter of them, are missing.
+    assert whole - half == pytest.approx(2 * (half - quarter), rel=1e-6)
+    assert quarter < half < whole
+
+
+@pytest.mark.slow(seconds=1)
+def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible_batches() -> None:
+    plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
+    assert [bool(row.reason) for row in plans] == [False, True, False]
+    assert "63, 66" in plans[1].reason
+    assert (plans[2].strategy, plans[2].batch_size_per_device, plans[2].images_per_device) == (
+        "ddp",
+        1,
+        3,
+    )
+    (flops, memory), (flops_of_many, memory_of_many) = costs_of(plans[0]), costs_of(plans[2])
+    assert 0 < memory_of_many < memory
+    assert flops_of_many == flops
+
+
+class RemembersItsInput(nn.Module):
+    """Model that keeps a tensor of its first batch and draws random numbers."""
+
+    calls: torch.Tensor
+
+    def __init__(self, reads_a_value: bool) -> None:
+        super().__init__()
+        self.layer, self.drop, self.reads_a_value = nn.Linear(12, 5), nn.Dropout(0.5), reads_a_value
+        self.register_buffer("calls", torch.zeros(()))
+        self.first: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.first = images if self.first is None else self.first
+        self.calls += 1
+        outputs: torch.Tensor = self.drop(self.layer(images.flatten(1)))
+        return outputs * outputs.max().item() if self.reads_a_value else outputs
+
+
+@pytest.mark.parametrize("reads_a_value", [False, True])
+def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_impossible(
+    reads_a_value: bool,
+) -> None:
+    model = RemembersItsInput(reads_a_value)
+    before, state = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
+    # A multiply-add counts as 2 FLOPs. The input needs no gradient, so the backward pass costs as
+    # much as the forward pass.
+    task = task_of(5)
+    networks = Networks(task.networks(model))
+    sample = Batch({"image": torch.zeros(2, 3, 2, 2), "target": torch.zeros(2, dtype=torch.int64)})
+    counted = count_flops(task, networks, sample.stretched(7))
+    assert counted == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
+    assert model.first is None and model.layer.weight.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow(seconds=2)
+def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
+    """FLOPs are counted without a fused kernel. A multiply-add counts as 2, and the backward pass
+    as two forward passes.
+    """
+    overrides = (
+        "model=resnet18",
+        "data=synthetic",
+        "data.kwargs.num_samples=8",
+        "data.batch_size=2",
+        "data.image_size=224",
+    )
+    actual = plan([*overrides, "model.name=vit_small_patch16_224", "optim.warmup_epochs=0"], [1])[0]
+    tokens, width, depth = 197, 384, 12
+    attention = 3 * depth * 2 * (2 * tokens**2 * width)
+    assert costs_of(actual)[0] / 2 == pytest.approx(27.475e9, rel=1e-3)
+    assert attention == pytest.approx(2.146e9, rel=1e-3)
+
+
+@pytest.mark.slow(seconds=2)
+def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        plan_script.main([*LARGE, "images=1281167", "classes=1000", "train.epochs=300", "--json"])
+        == 0
+    )
+    [actual] = json.loads(capfd.readouterr().out)
+    assert actual["images"] == 1_281_167
+    assert actual["steps"] == 300 * (1_281_167 // actual["batch_size"])
+    assert actual["parameters"] == 22_050_664, "of vit_small_patch16_224 with 1,000 classes"
+
+
+@pytest.mark.parametrize(("word", "other"), [("images=1000", "classes"), ("classes=10", "images")])
+def test_plan_py_refuses_images_without_classes_and_classes_without_images(
+    word: str, other: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_script.main([*WORDS, word]) == 2
+    out, err = capfd.readouterr()
+    assert (
+        out == ""
+        and err.startswith(f"plan.py: {word}: needs {other}")
+        and len(err.splitlines()) == 1
+    )
+
+
+def test_plan_py_suggests_images_and_classes_when_data_root_does_not_exist(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert plan_script.main([*LARGE, "data.root=/nonexistent"]) == 2
+    err = capfd.readouterr().err
+    assert "data.root=/nonexistent" in err and "images=" in err and "classes=" in err
+
+
+def test_plan_suggests_a_larger_batch_when_batchnorm_would_get_one_image_per_device() -> None:
+    reason = plan_for("model=resnet18", "data.image_size=32", "data.batch_size=2", devices=2).reason
+    assert "BatchNorm" in reason and "data.batch_size" in reason
+
+
+@pytest.mark.slow(seconds=4)
+def test_plan_warns_about_small_batchnorm_batches_unscaled_lr_and_dropped_images() -> None:
+    small = plan_for("model=resnet18", "data.batch_size=6", devices=2)
+    assert any("per-device batch 3 with BatchNorm" in warning for warning in small.warnings)
+    assert not any(
+        "BatchNorm" in warning for warning in plan_for("data.batch_size=6", devices=2).warnings
+    ), "a ViT has no BatchNorm"
+    weak = plan([*WORDS, "data.batch_size=null", "data.batch_size_per_device=32"], [1, 4])
+    assert any("lr_rule" in warning for warning in weak[1].warnings)
+    assert any("dropped" in warning for warning in plan_for("data.batch_size=100").warnings)
+
+
+def test_plan_measures_losses_that_gather_samples_and_says_when_losses_need_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gather(task: Any, networks: Any, batch: Any, phase: str) -> Any:
+        return task.ranks.gather_rows(networks.model(batch.image)).sum(1), {}
+
+    def read(task: Any, networks: Any, batch: Any, phase: str) -> Any:
+        scores = networks.model(batch.image)
+        return scores.sum(1) * scores.detach().numpy().max(), {}
+
+    plans = []
+    for losses in (gather, read):
+        monkeypatch.setattr("src.tasks.images.LossTask.losses", losses)
+        plans.append(plan_for())
+    assert min(costs_of(plans[0])) > 0 and plans[0].warnings == []
+    assert (plans[1].flops_per_step, plans[1].bytes_per_device) == (None, None)
+    assert (plans[1].steps, plans[1].warnings) == (plans[0].steps, [UNKNOWN])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_plan_py_json_output_has_one_entry_per_device_count() -> None:
+    command = [sys.executable, "scripts/plan.py", "model=tiny", "parallel.devices=1,8", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert [entry["devices"] for entry in json.loads(done.stdout)] == [1, 8], done.stderr
+
+
+@pytest.mark.parametrize("word", ["parallel.devices=0", "modle=tiny"])
+def test_plan_py_refuses_bad_arguments_in_one_line(
+    word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_script.main([word]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("plan.py: ") and len(err.splitlines()) == 1

@@ -1,0 +1,687 @@
+"""Prediction and export of a trained model. The accuracy of both matches the accuracy of the
+evaluation.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from scripts import export as export_script
+from scripts import predict as predict_script
+from src.commands import export, hub
+from src.commands.load import load_trained
+from src.commands.predict import PredictionRequest, Predictions, predict
+from src.schema import DataConfig
+from src.tasks.classification import Classification
+from tests.template.runs import run_warm
+from timm_parallel.batch import Batch
+from timm_parallel.data.build import build_dataset
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.keys import ResolvedParallel
+from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.record.result import Result, write_result
+from timm_parallel.runtime.saved_run import SavedRun
+from timm_parallel.task import Task
+from timm_parallel.testing.commands import Finished, Train
+from timm_parallel.testing.ranks import in_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the test split of digits as <label>/<number>.png, and add an unreadable file."""
+    folder = tmp_path_factory.mktemp("digits")
+    test = build_dataset(DataConfig(name="digits")).test
+    assert test is not None
+    for number in range(len(test)):
+        image, label = test[number]
+        (folder / str(int(label))).mkdir(exist_ok=True)
+        Image.fromarray(image[0].numpy()).save(folder / str(int(label)) / f"{number}.png")
+    (folder / "0" / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\nhello")
+    return folder
+
+
+def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
+    parallel = ResolvedParallel(
+        strategy=more.pop("parallel", "single"),
+        devices=more.pop("devices", 1),
+        accelerator="cpu",
+        threads_per_device=1,
+        backend="gloo",
+    )
+    defaults: dict[str, Any] = {
+        "checkpoint": None,
+        "weights": None,
+        "topk": 3,
+        "batch_size": 32,
+        "workers": 0,
+    }
+    return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
+
+
+def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
+    return predict(what, ranks, store)
+
+
+def share_right(actual: Predictions) -> float:
+    right = [
+        values["class_1"] == Path(path).parent.name for path, values in actual.items() if values
+    ]
+    return sum(right) / len(right)
+
+
+def shares_of(values: dict[str, Any]) -> list[float]:
+    return [share for name, share in values.items() if name.startswith("probability_")]
+
+
+def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
+    finished_run: Finished, digits: Path
+) -> None:
+    actual = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    assert share_right(actual) == pytest.approx(finished_run.result["test"]["acc"], abs=1e-9)
+    assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
+    assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
+    for of_image in actual.values():
+        if of_image is not None:
+            shares = shares_of(of_image)
+            assert shares == sorted(shares, reverse=True) and len(shares) == 3
+            assert all(0 <= share <= 1 for share in shares)
+            assert len({of_image[f"class_{place}"] for place in (1, 2, 3)}) == 3
+
+
+def test_predict_states_which_files_are_no_images(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.heic", "b.heic", "c\x1b.raw", "no_suffix"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no image.*\.heic \(2\)"):
+        predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    Image.new("L", (8, 8)).save(tmp_path / "d.png")
+    (tmp_path / ".cache").mkdir()
+    predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    err = capsys.readouterr().err
+    for shown in (".heic (2)", ".raw (1)", "no suffix (1)", "folder .cache (1)"):
+        assert shown in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.processes
+def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
+    finished_run: Finished,
+    digits: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Finite weights may overflow, for example in half precision."""
+    predict_scores = Classification.predict
+
+    def overflowing(task: Classification, networks: Any, batch: Batch) -> torch.Tensor:
+        scores = predict_scores(task, networks, batch)
+        scores[1, 3] = float("inf")
+        return scores
+
+    monkeypatch.setattr(Classification, "predict", overflowing)
+    words = [f"run={finished_run.folder}", f"images={digits / '4'}", "workers=0"]
+    assert predict_script.main(words) == 2
+    out, err = capsys.readouterr()
+    second = sorted((digits / "4").glob("*.png"))[1]
+    assert out == "" and str(second) in err.splitlines()[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("ddp", 3), ("dp", 1)])
+@pytest.mark.sample(3)
+@pytest.mark.slow(seconds=2)
+def test_predictions_of_dp_and_ddp_match_those_of_single(
+    finished_run: Finished, digits: Path, parallel: str, world: int
+) -> None:
+    what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
+    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
+    for actual in in_ranks(predicted, world, what):
+        assert list(actual) == list(alone)
+        for one, other in zip(actual.values(), alone.values(), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one["class_1"] == other["class_1"]
+                assert shares_of(one) == pytest.approx(shares_of(other), abs=1e-5)
+
+
+@pytest.mark.parametrize("channels", [2, 4, 5])
+def test_predict_refuses_a_model_of_images_that_no_file_holds(
+    finished_run: Finished, digits: Path, monkeypatch: pytest.MonkeyPatch, channels: int
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    size = (channels, *trained.preprocessing.input_size[1:])
+    trained.preprocessing = replace(trained.preprocessing, input_size=size)
+    monkeypatch.setattr("src.commands.predict.load_trained", lambda *given: trained)
+    with pytest.raises(ValueError, match=f"{channels} channels"):
+        predict(wanted(finished_run.folder, digits), Ranks(), None)
+
+
+def test_predict_lists_all_classes_when_topk_exceeds_the_number_of_classes(
+    finished_run: Finished, digits: Path
+) -> None:
+    file = next((digits / "7").glob("*.png"))
+    (actual,) = predict(wanted(finished_run.folder, file, topk=99), Ranks(), None).values()
+    assert actual is not None
+    names = [actual[f"class_{place}"] for place in range(1, 11)]
+    assert sorted(names) == [str(n) for n in range(10)]
+    assert sum(shares_of(actual)) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.processes
+def test_predict_py_under_ddp_writes_one_csv_row_per_image(
+    train: Train, finished_run: Finished, digits: Path, tmp_path: Path
+) -> None:
+    overrides = [
+        f"run={finished_run.folder}",
+        f"images={digits}",
+        "parallel=ddp",
+        "devices=2",
+        f"output={tmp_path}/x.csv",
+    ]
+    done = train.start_command(
+        [sys.executable, "scripts/predict.py", *overrides], tmp_path
+    ).finish()
+    assert done.returncode == 0, done.output
+    assert done.stdout == "" and "271 images in" in done.stderr and "1 unreadable" in done.stderr
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 271
+
+
+def test_predict_py_uses_srun_tasks_as_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Starting ranks in each task of srun would make all of them write the same file."""
+    for name in NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("STEP_ID", "PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    for name, value in (("NUM_TASKS", "2"), ("NUM_NODES", "1"), ("TASKS_PER_NODE", "2")):
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    given: list[Ranks] = []
+    monkeypatch.setattr("timm_parallel.launch.torchrun.kill_on_parent_exit", lambda: None)
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.start_as_ranks", lambda *_: pytest.fail("started ranks")
+    )
+    monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
+
+    def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> dict[str, Any]:
+        given.append(ranks)
+        return {}
+
+    monkeypatch.setattr("src.commands.predict.predict", predict)
+    (tmp_path / "config.yaml").touch()
+    assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
+    assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "message"),
+    [
+        (predict_script, ["images=x"], r"required: --run"),
+        (
+            predict_script,
+            ["run={run}", "images=nowhere"],
+            r"images=nowhere: no such file or folder",
+        ),
+        (predict_script, ["run={run}", "images={empty}"], r"images=.*: no image in this folder"),
+        (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
+        (
+            predict_script,
+            ["run={run}", "images={digits}", "topk=0"],
+            r"--topk: '0': expected an integer >= 1",
+        ),
+        (
+            predict_script,
+            ["run={run}", "images={digits}", "top=3"],
+            r"unrecognized arguments: top=3",
+        ),
+        (
+            predict_script,
+            ["run={run}", "images={digits}", "format=xml"],
+            r"format: invalid choice: 'xml' .*console.*csv.*json",
+        ),
+        (predict_script, ["run={run}", "images={digits}", "weights=ema"], r"weights=ema"),
+        (predict_script, ["run={run}", "images={digits}", "devices=2"], r"devices=2"),
+        (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
+        (export_script, [], r"required: --run"),
+        (export_script, ["run={empty}"], r"no run folder|config\.yaml"),
+        (
+            export_script,
+            ["run={run}", "format=tflite"],
+            r"format: invalid choice: 'tflite' .*torch_export.*onnx.*hub",
+        ),
+        (export_script, ["run={run}", "weights=ema"], r"weights=ema"),
+    ],
+)
+def test_predict_and_export_scripts_refuse_bad_arguments_in_one_line(
+    finished_run: Finished,
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    script: Any,
+    overrides: list[str],
+    message: str,
+) -> None:
+    places = {"run": finished_run.folder, "digits": digits, "empty": tmp_path}
+    assert script.main([word.format(**places) for word in overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+@pytest.fixture(scope="module")
+def exported(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    assert export_script.main([f"run={finished_run.folder}", f"output={folder}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("way", ["folder", "checkpoint_path"])
+def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
+    finished_run: Finished, exported: Path, way: str
+) -> None:
+    """Load the model as a user would, from the two exported files."""
+    config = json.loads((exported / "config.json").read_text())
+    if way == "folder":
+        model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    else:
+        path = str(exported / "model.safetensors")
+        model = timm.create_model(
+            config["architecture"], checkpoint_path=path, **config["model_args"]
+        ).eval()
+    assert config["label_names"] == [str(n) for n in range(10)]
+    data = config["pretrained_cfg"]
+    test = build_dataset(DataConfig(name="digits")).test
+    assert isinstance(test, InMemory)
+    images = test.images.float().div(255).sub(data["mean"][0]).div(data["std"][0])
+    with torch.inference_mode():
+        right = model(images).argmax(1) == test.labels
+    assert images.shape[1:] == tuple(data["input_size"])
+    assert right.float().mean().item() == pytest.approx(
+        finished_run.result["test"]["acc"], abs=1e-6
+    )
+
+
+def test_export_warns_that_timm_transforms_ignore_exif_rotation_and_16_bit_images(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "EXIF" in lines[-1] and "16-bit" in lines[-1]
+
+
+def test_export_writes_the_crop_mode_of_the_run_to_config_json(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.preprocessing = replace(trained.preprocessing, crop_mode="border")
+    export.export_safetensors(trained, tmp_path)
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]["crop_mode"]
+        == "border"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "origin"),
+    [(False, None), (True, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")],
+)
+def test_exported_config_omits_tag_and_license_of_timm_weights_and_names_the_base_model(
+    finished_run: Finished, tmp_path: Path, pretrained: bool, origin: str | None
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.config = replace(
+        trained.config, model=replace(trained.config.model, pretrained=pretrained)
+    )
+    export.export_safetensors(trained, tmp_path / "folder")
+    hub.export_hub(trained, tmp_path / "hub")
+    for folder in ("folder", "hub"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert not {"license", "origin_url", "paper_ids", "tag"} & config["pretrained_cfg"].keys()
+        assert "augreg" not in str(config["pretrained_cfg"])
+        assert config.get("base_model") == origin
+    header = yaml.safe_load((tmp_path / "hub" / "README.md").read_text().split("---")[1])
+    assert header.get("base_model") == origin and "license" not in header
+
+
+@pytest.mark.slow(seconds=3)
+def test_torch_export_program_matches_the_model_for_any_batch_size(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        export_script.main(
+            [f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]
+        )
+        == 0
+    )
+    assert "timm" not in capsys.readouterr().out
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    model = load_trained(finished_run.folder, None, None, CPU).model
+    for batch in (1, 5):
+        images = torch.randn(batch, 1, 32, 32)
+        torch.testing.assert_close(program(images), model(images), atol=1e-5, rtol=1e-4)
+
+
+def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def save_changed_weights(model: Any, folder: str, **more: Any) -> None:
+        with torch.no_grad():
+            # Change the model while the file is written, so that file and model differ.
+            model.head.weight[0] += 1
+        save_for_hf(model, folder, **more)
+        with torch.no_grad():
+            model.head.weight[0] -= 1
+
+    save_for_hf = export.save_for_hf
+    monkeypatch.setattr(export, "save_for_hf", save_changed_weights)
+    assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}/x"]) == 1
+    assert "outputs differ from the checkpoint" in capsys.readouterr().err
+
+
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, export_script.ONNX_PACKAGES)), reason="needs requirements-export.txt"
+)
+
+
+@pytest.mark.slow(seconds=7)
+@needs_onnx
+def test_onnx_export_matches_checkpoint_outputs_at_batch_sizes_1_and_7(
+    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import onnxruntime
+
+    assert (
+        export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 0
+    )
+    assert (
+        capsys.readouterr().out.splitlines()[1].strip()
+        == f"onnxruntime.InferenceSession('{tmp_path}/model.onnx')"
+    )
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (1, 7):
+        images = torch.randn(batch, 1, 32, 32)
+        (scores,) = session.run(["scores"], {"images": images.numpy()})
+        torch.testing.assert_close(
+            torch.from_numpy(scores), trained.model(images), atol=1e-4, rtol=0
+        )
+    metadata = {
+        key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()
+    }
+    assert metadata["class_names"] == [str(n) for n in range(10)]
+    assert (metadata["input_size"], metadata["mean"]) == (
+        [1, 32, 32],
+        list(trained.preprocessing.mean),
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=5)
+@needs_onnx
+def test_export_exits_1_when_onnx_and_checkpoint_outputs_differ(
+    finished_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export_changed_model(model: Any, *given: Any, **more: Any) -> None:
+        onnx_export(
+            torch.nn.Sequential(torch.nn.Dropout(), model.eval(), torch.nn.Softmax(1)),
+            *given,
+            **more,
+        )
+
+    onnx_export = export.onnx_export
+    monkeypatch.setattr(export, "onnx_export", export_changed_model)
+    assert (
+        export_script.main([f"run={finished_run.folder}", f"output={tmp_path}", "format=onnx"]) == 1
+    )
+
+
+def test_onnx_export_is_refused_with_a_pip_command_when_packages_are_missing(
+    finished_run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        export_script, "find_spec", lambda name: None if name == "onnxscript" else name
+    )
+    assert export_script.main([f"run={finished_run.folder}", "format=onnx"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "onnxscript: not installed; pip install -r requirements-export.txt" in line
+
+
+@pytest.fixture(scope="module")
+def hub_folder(finished_run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    assert export_script.main([f"run={finished_run.folder}", f"output={folder}", "format=hub"]) == 0
+    return folder
+
+
+def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(
+    finished_run: Finished, hub_folder: Path
+) -> None:
+    card, result = (hub_folder / "README.md").read_text(), finished_run.result
+    environment = json.loads((finished_run.folder / "environment.json").read_text())
+    rows = {
+        tuple(line.strip("| ").split(" | "))
+        for line in card.splitlines()
+        if re.match(r"\| (val|test) ", line)
+    }
+    for metric in ("loss", "acc", "acc5"):
+        assert (
+            "test",
+            metric,
+            f"{result['test'][metric]:.4f}",
+            str(result["test"]["samples"]),
+        ) in rows
+    assert ("val", "acc", f"{result['val']['acc_best']:.4f}", str(result["val"]["samples"])) in rows
+    for fact in (
+        environment["command"],
+        environment["cpu"]["model"],
+        result["commit"] or "",
+        result["data"]["all"],
+    ):
+        assert fact in card
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "timm" and "license" not in header and "# license:" in card
+
+
+def test_hub_export_config_has_no_license_and_states_num_classes_once(hub_folder: Path) -> None:
+    """transformers passes num_classes to timm in addition to `model_args`, which is an error if
+    these have it too.
+    """
+    config = json.loads((hub_folder / "config.json").read_text())
+    assert config["num_classes"] == 10 and "num_classes" not in config["model_args"]
+    assert not {"license", "origin_url", "tag"} & config["pretrained_cfg"].keys()
+    model = timm.create_model(f"local-dir:{hub_folder}", pretrained=True)
+    assert model.num_classes == 10 and config["label_names"] == [str(n) for n in range(10)]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
+@pytest.mark.slow(seconds=3)
+def test_hub_export_loads_in_transformers_with_class_names_and_normalization(
+    finished_run: Finished, hub_folder: Path
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    model = AutoModelForImageClassification.from_pretrained(hub_folder).eval()
+    assert model.config.id2label == {number: str(number) for number in range(10)}
+    prepare = AutoImageProcessor.from_pretrained(hub_folder).data_config
+    assert (prepare["mean"], prepare["input_size"]) == (trained.preprocessing.mean, (1, 32, 32))
+    images = torch.randn(5, 1, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images).logits, trained.model(images))
+
+
+def test_multilabel_hub_export_states_problem_type_in_config_and_sigmoid_in_model_card(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    """The config also names outputs without a class, because transformers ignores a list of names
+    that is too short.
+    """
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    train = replace(trained.config.train, task="multilabel", loss="bce")
+    trained.config = replace(trained.config, train=train)
+    trained.task = Task.find(trained.config.train.task)(trained.config, trained.task.names[:8])
+    hub.export_hub(trained, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    assert config["label_names"] == [*(str(n) for n in range(8)), "unused_8", "unused_9"]
+    assert ".sigmoid()" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "weights", "values"),
+    [
+        ("best", "model", [("val", 0.5, 40), ("test", 0.7, 30)]),
+        ("best", "ema", [("val", 0.6, 40), ("test", 0.8, 30)]),
+        ("last", "model", [("val", 0.1, 40)]),
+    ],
+)
+def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
+    finished_run: Finished, tmp_path: Path, checkpoint: str, weights: str, values: list[Any]
+) -> None:
+    """Only the weights that the run tested have metrics of the test split."""
+    lines = [
+        {"step": 3, "val/acc": 0.5, "val/acc_ema": 0.6},
+        {"step": 9, "val/acc": 0.1, "val/acc_best": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.run, trained.weights, trained.step = tmp_path, weights, 3 if checkpoint == "best" else 9
+    trained.checkpoint = tmp_path / "checkpoints" / f"{checkpoint}.pt"
+    test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
+    result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
+    write_result(tmp_path, result)
+    assert hub._metrics(trained, SavedRun(tmp_path)) == [
+        (split, "acc", value, images) for split, value, images in values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [
+        ("src.models.cifar_resnet.CifarResNet18", "done", "model.name=src"),
+        (None, "interrupted", "interrupted, exp"),
+    ],
+)
+def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_nothing(
+    finished_run: Finished, tmp_path: Path, name: str | None, status: str, message: str
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    trained.run = tmp_path / "run"
+    trained.run.mkdir()
+    trained.config = replace(
+        trained.config, model=replace(trained.config.model, name=name or "resnet18")
+    )
+    write_result(trained.run, Result(status=status))
+    with pytest.raises(ValueError, match=message):
+        hub.export_hub(trained, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_ema_weights(
+    tmp_path: Path,
+) -> None:
+    overrides = (
+        "model.ema.decay=0.9",
+        "checkpoint.metric=val/acc_ema",
+        "train.epochs=1",
+        "data=synthetic",
+    )
+    run = run_warm(tmp_path / "run", "parallel=single", *overrides)
+    loaded = load_trained(run, None, None, CPU)
+    assert loaded.weights == "ema"
+    raw = load_trained(run, None, "model", CPU).model.state_dict()
+    assert any(
+        not torch.equal(raw[name], tensor) for name, tensor in loaded.model.state_dict().items()
+    )
+    assert export_script.main([f"run={run}"]) == 0
+    written = load_file(run / "export" / "model.safetensors")
+    assert all(
+        torch.equal(written[name], tensor) for name, tensor in loaded.model.state_dict().items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path: Path) -> None:
+    overrides = (
+        "model=resnet18",
+        "model.name=src.models.cifar_resnet.CifarResNet18",
+        "data=synthetic",
+        "data.image_size=8",
+    )
+    more = ("train.max_steps=1", "data.limit_train=64", "data.kwargs.num_samples=64")
+    run = run_warm(tmp_path / "run", "parallel=single", *overrides, *more)
+    assert export_script.main([f"run={run}"]) == 0
+    written = load_file(run / "export" / "model.safetensors")
+    assert written.keys() == load_trained(run, None, None, CPU).model.state_dict().keys()
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.processes
+def test_loaded_model_keeps_the_position_embedding_when_only_eval_image_size_is_set(
+    tmp_path: Path,
+) -> None:
+    """`data.eval_image_size` alone changes neither the training image size nor the position
+    embedding.
+    """
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "images" / place).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (20, 20), (99, 9, number)).save(
+                tmp_path / "images" / place / f"{number}.png"
+            )
+    overrides = (
+        "data=folder",
+        f"data.root={tmp_path}/images",
+        "data.image_size=null",
+        "data.eval_image_size=240",
+    )
+    more = (
+        "+model.kwargs.dynamic_img_size=true",
+        "data.limit_train=4",
+        "data.batch_size=4",
+        "data.workers=0",
+    )
+    run = run_warm(tmp_path / "run", "parallel=single", "train.max_steps=1", *overrides, *more)
+    actual = load_trained(run, None, None, CPU)
+    assert actual.preprocessing.input_size == (3, 240, 240)
+    pos_embed = actual.model.pos_embed
+    assert isinstance(pos_embed, torch.Tensor) and pos_embed.shape[1] == 1 + (224 // 8) ** 2
+
+
+def test_predictions_are_unchanged_when_the_run_folder_is_copied_elsewhere(
+    finished_run: Finished, digits: Path, tmp_path: Path
+) -> None:
+    """Prediction does not use the original path of the run."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(finished_run.folder, moved)
+    there, here = (
+        predict(wanted(run, digits / "3"), Ranks(), None) for run in (moved, finished_run.folder)
+    )
+    assert there == here

@@ -1,0 +1,308 @@
+"""Regression trains equally under all strategies, has exact metrics on any number of ranks, and
+resumes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from torch.nn import functional
+
+import evaluate as entry
+from scripts import export, predict
+from src.schema import ResolvedParallel, TrainConfig
+from src.tasks.regression import Regression
+from tests.template.runs import resolved, run_warm, task_of
+from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.loader import EvalLoader
+from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
+from timm_parallel.record.result import read_result
+from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.task import Task
+from timm_parallel.testing.configs import plain, read_lines
+from timm_parallel.testing.ranks import in_ranks
+
+NAMES = ("red", "green")
+SMALL = (
+    "train=regression",
+    "data=csv",
+    "+data.kwargs.targets=[red,green]",
+    "data.val_fraction=0.4",
+    "data.image_size=[16,24]",
+    "data.batch_size=12",
+    "data.limit_train=null",
+    "data.workers=0",
+    "train.epochs=2",
+    "parallel.accelerator=cpu",
+    "parallel.threads_per_device=1",
+)
+
+
+@pytest.fixture(scope="module")
+def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 60 images and a CSV with the shares of red and green."""
+    folder = tmp_path_factory.mktemp("colors")
+    draw = np.random.default_rng(0)
+    rows = []
+    for number in range(60):
+        shares = draw.random(2).round(3)
+        pixels = draw.integers(0, 30, (16, 24, 3))
+        pixels[..., :2] += (shares * 200).astype(int)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+        rows.append((f"{number}.png", *shares))
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", *NAMES), *rows])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("regression") / "run"
+    return run_warm(folder, *SMALL, f"data.root={colors}", "parallel=single")
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = read_lines(folder / "metrics.jsonl")
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
+@pytest.mark.sample(3)
+def test_regression_trains_equally_under_every_strategy(
+    colors: Path, tmp_path: Path, parallel: str
+) -> None:
+    results, losses = [], []
+    for name, devices in (("single", 1), (parallel, 2)):
+        words = (f"data.root={colors}", f"parallel={name}", f"parallel.devices={devices}")
+        folder = run_warm(tmp_path / name, *SMALL, *words, "train.log_every=1")
+        results.append(read_result(folder))
+        losses.append(losses_of(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for metric in ("loss", "mae", "rmse", "r2"):
+        assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
+    assert results[0].val["mae_per_number"].keys() == set(NAMES)
+    assert "targets      2: red, green" in (folder / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "theirs"),
+    [
+        ("mse", {}, functional.mse_loss),
+        ("l1", {}, functional.l1_loss),
+        ("huber", {"delta": 0.5}, partial(functional.huber_loss, delta=0.5)),
+    ],
+)
+def test_regression_loss_equals_the_torch_loss_of_the_first_outputs(
+    loss: str, options: dict[str, float], theirs: Any
+) -> None:
+    task = task_of(2, TrainConfig(task="regression", loss=loss, loss_kwargs=options))
+    outputs, targets = torch.randn(5, 4), torch.randn(5, 2)
+    expected = theirs(outputs[:, :2], targets)
+    task.prepare(None)
+    assert task.build_criterion()(outputs, targets).mean().item() == pytest.approx(expected.item())
+
+
+def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (23, 1, 2, 2), generator=draw, dtype=torch.uint8)
+    targets = torch.randn(23, numbers, generator=draw) * 5 + 100
+    task = task_of(numbers, TrainConfig(task="regression", loss="mse"))
+    config = ResolvedParallel(
+        strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
+    )
+    strategy = build_strategy(config, ranks, store)
+    group = strategy.group
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+    loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, numbers))
+    bias = model[1].bias
+    assert isinstance(bias, torch.Tensor)
+    bias.data += 100
+    evaluation = evaluate(Networks({"model": model}), loader, task, group, keep_rows=True)
+    assert evaluation is not None and evaluation.rows is not None
+    _, scores, labels = evaluation.rows
+    expected = {
+        "mae": mean_absolute_error(labels, scores),
+        "rmse": float(((labels - scores).double().square().mean()).sqrt()),
+        "r2": r2_score(labels.double(), scores.double()),
+    }
+    assert evaluation.numbers["rmse"] == pytest.approx(expected["rmse"], rel=1e-6)
+    for name, value in expected.items():
+        assert evaluation.numbers[name] == pytest.approx(value, rel=1e-5), name
+    if numbers == 1:
+        theirs = root_mean_squared_error(labels, scores)
+        assert evaluation.numbers["rmse"] == pytest.approx(theirs, rel=1e-5)
+    strategy.close()
+    return evaluation.numbers
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.processes
+@pytest.mark.parametrize("numbers", [pytest.param(1, marks=pytest.mark.nightly), 3])
+def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks(numbers: int) -> None:
+    alone = measured(Ranks(), None, numbers)
+    for world_size in (2, 3):
+        for of_rank in in_ranks(measured, world_size, numbers):
+            assert of_rank == pytest.approx(alone, rel=1e-9)
+
+
+def test_regression_r2_is_none_when_all_targets_are_equal() -> None:
+    sums = torch.tensor([[1.0], [1.0], [6.0], [12.0]])
+    assert Regression.metrics["r2"].from_sums is not None
+    assert Regression.metrics["r2"].from_sums(sums, 3) is None
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=4)
+@pytest.mark.processes
+def test_regression_run_resumes_bit_identically_in_mid_epoch(colors: Path, tmp_path: Path) -> None:
+    words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")
+    whole = run_warm(tmp_path / "whole", *words)
+    # Stop in the second of two epochs, which have three steps each.
+    part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
+    run_warm(part, *words)
+    weights = [
+        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
+        for folder in (whole, part)
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.processes
+def test_evaluate_py_and_predict_py_write_each_number_under_the_target_name(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    assert entry.main([f"run={trained}", "split=val", f"predictions={table}"]) == 0
+    with open(table, newline="") as file:
+        first = next(csv.DictReader(file))
+    capfd.readouterr()
+    words = (f"run={trained}", f"images={first['path']}")
+    assert predict.main([*words, "format=csv"]) == 0
+    in_csv = next(csv.DictReader(capfd.readouterr().out.splitlines()))
+    assert predict.main([*words, "format=json"]) == 0
+    in_json = json.loads(capfd.readouterr().out)[0]
+    for name in NAMES:
+        expected = pytest.approx(float(first[f"{name}_predicted"]), abs=1e-5)
+        assert float(in_csv[name]) == in_json[name] == expected
+
+
+@pytest.mark.processes
+def test_regression_hub_export_names_each_number_and_has_no_probabilities(
+    trained: Path, tmp_path: Path
+) -> None:
+    assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    assert config["label_names"] == list(NAMES)
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 24]
+    card = (tmp_path / "README.md").read_text()
+    assert "2 numbers: red, green" in card
+    assert not any(word in card for word in ("softmax", "sigmoid", "pipeline_tag"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
+@pytest.mark.slow
+@pytest.mark.processes
+def test_transformers_computes_squared_error_loss_for_a_regression_hub_export(
+    trained: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageClassification
+
+    assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
+    model = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    images, targets = torch.randn(4, 3, 16, 24), torch.rand(4, 2)
+    with torch.inference_mode():
+        outputs = model(images, labels=targets)
+    assert outputs.loss.item() == pytest.approx((outputs.logits - targets).square().mean().item())
+    assert model.config.id2label == dict(enumerate(NAMES))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("data=digits", "data.root=null"), "train.task=regression"),
+        (("data.augment.mixup=0.2",), "data.augment.mixup=0.2"),
+        (("train.smoothing=0.1",), "train.smoothing=0.1"),
+        (("train.loss=ce",), "train.loss=ce"),
+        (("checkpoint.metric=val/acc",), "checkpoint.metric=val/acc"),
+    ],
+)
+def test_key_that_regression_does_not_use_is_refused(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        resolved("train=regression", "data=csv", "data.root=x", *words)
+    assert str(refusal.value).startswith(key)
+
+
+@pytest.mark.parametrize(("cell", "named"), [("x", "red=x"), ("", "red="), ("nan", "red=nan")])
+def test_csv_cell_that_is_not_a_number_is_refused_with_the_line_number(
+    tmp_path: Path, cell: str, named: str
+) -> None:
+    from timm_parallel.data.build import check_data
+
+    (tmp_path / "labels.csv").write_text(f"file,red,green\na.png,1,2\nb.png,{cell},2\n")
+    config = resolved("train=regression", "data=csv", f"data.root={tmp_path}")
+    config.data.kwargs = {"targets": list(NAMES)}
+    with pytest.raises(ValueError, match=f"line 3: {named}"):
+        check_data(config)
+
+
+@pytest.mark.slow(seconds=8)
+def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Path) -> None:
+    """The loop has its own model, order of images, optimizer and schedule."""
+    import timm
+
+    words = (
+        *("optim=sgd", "optim.sched=constant", "data.augment.hflip=0", "data.augment.scale=null"),
+        *("optim.lr=0.01", "optim.weight_decay=0", "optim.warmup_epochs=0", "train.epochs=10"),
+        *("train.log_every=1", "parallel=single", "data.mean=[0.5,0.5,0.5]"),
+        *("data.std=[0.25,0.25,0.25]", "+optim.kwargs.nesterov=false"),
+    )
+    folder = run_warm(tmp_path / "ours", *SMALL, f"data.root={colors}", *words)
+    ours = losses_of(folder)
+    run = read_result(folder)
+    assert run.epochs == 10
+    # Only the order of images and the initial weights come from the project.
+    from timm_parallel.config.compose import load_config
+    from timm_parallel.data.build import build_dataset
+    from timm_parallel.data.samplers import TrainSampler
+
+    config: Any = load_config(folder)
+    data = build_dataset(config.data, target="numbers")
+    assert Task.find(config.train.task)(config, data.target_names).num_outputs == 2
+    torch.manual_seed(config.seed)
+    model = timm.create_model(
+        config.model.name, num_classes=2, img_size=(16, 24), **config.model.kwargs
+    ).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    sampler = TrainSampler(len(data.train), 12, 0, 1, config.seed)
+    theirs = []
+    for epoch in range(10):
+        sampler.start_at(epoch)
+        for batch in sampler:
+            samples = [data.train[index] for index in batch.indices.tolist()]
+            images = torch.stack([image for image, _ in samples]).float()
+            targets = torch.tensor([target for _, target in samples])
+            loss = ((model((images / 255 - 0.5) / 0.25) - targets) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-3)

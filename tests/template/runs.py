@@ -1,0 +1,154 @@
+"""Helpers that compose the config of a tiny run of the template, train it in the process of a test
+or in forked ranks, or take its steps without logs and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from src.app import app
+from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
+from src.train.build import build_run
+from src.train.run import train
+from timm_parallel import compose, resolve
+from timm_parallel.batch import Batch
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.measure.metric_window import MetricWindow
+from timm_parallel.metric import Metric
+from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.networks import Networks
+from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.runtime.evaluation import Evaluation, evaluate
+from timm_parallel.runtime.run import Run
+from timm_parallel.runtime.step import Step
+from timm_parallel.state.parts import RunParts
+from timm_parallel.task import Task
+from timm_parallel.testing.configs import merged
+from timm_parallel.testing.ranks import train_warm
+
+ROOT = app.root
+TINY = (
+    "print_config=false",
+    "model=tiny",
+    "parallel.threads_per_device=1",
+    "data.limit_train=192",
+    "data.batch_size=32",
+    "optim.warmup_epochs=0",
+    "train.epochs=2",
+)
+
+
+def tiny(*overrides: str) -> list[str]:
+    """Return the overrides of a tiny training run, followed by the given overrides. A given
+    override replaces the default override of the same key.
+    """
+    return merged(*TINY, *overrides)
+
+
+def resolved(*overrides: str) -> ResolvedConfig:
+    """Build the resolved config that `python train.py` would use with the overrides in TINY and the
+    given overrides. TINY sets a tiny model and 192 training images.
+    """
+    return app.own_resolved(resolve(compose(*tiny(*overrides))))
+
+
+def run_warm(folder: Path, *overrides: str) -> Path:
+    """Train a run with the overrides in TINY and the given overrides in forked ranks, and return
+    the run folder. The test fails if the run fails.
+    """
+    return train_warm(resolved(*overrides), folder)
+
+
+def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:
+    """Build the task object of a classification run with the given number of classes. `train`
+    replaces the config section train, and `augment` sets keys of data.augment.
+    """
+    config = resolved()
+    if train is not None:
+        config.train = ResolvedTrain(**vars(train))
+    config.data.augment = AugmentConfig(**augment)
+    return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
+
+
+def evaluate_batches(
+    model: Any,
+    batches: Iterable[Any],
+    strategy: Strategy,
+    num_samples: int,
+    num_classes: int,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Evaluation:
+    """Evaluate a model on given batches, or pairs of images and targets, instead of a data loader.
+    Metrics that need the rows of all images are not supported, because they need a loader.
+    """
+
+    def as_batch(batch: Any) -> Batch:
+        return batch if isinstance(batch, Batch) else Batch({"image": batch[0], "target": batch[1]})
+
+    prefetcher = SimpleNamespace(device=strategy.device)
+    fetcher = SimpleNamespace(split=range(num_samples))
+    loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
+    task = task_of(num_classes)
+    evaluation = evaluate(
+        strategy.for_evaluation(Networks({"model": model})),
+        loader,
+        task,
+        strategy.group,
+        metrics=metrics,
+        batches=map(as_batch, batches),
+    )
+    assert evaluation is not None
+    return evaluation
+
+
+def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunParts:
+    """Build the parts of a run, seeded as a run seeds them."""
+    torch.manual_seed(config.seed)
+    strategy = build_strategy(config.parallel, ranks or Ranks(), store, config.train.deterministic)
+    return build_run(config, strategy)
+
+
+def start_run(
+    config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
+) -> Run:
+    """Build a run, and resume it if its folder has a checkpoint."""
+    return Run(parts_of(config, ranks, store), folder)
+
+
+def train_run(
+    config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
+) -> Run:
+    """Train a run to its end in this process, and return it."""
+    run = start_run(config, folder, ranks, store)
+    with run.training() as training:
+        train(training)
+    return run
+
+
+def take_steps(
+    parts: RunParts, batches: Iterator[Batch] | None = None, count: int | None = None
+) -> Iterator[dict[str, float | None]]:
+    """Take steps of an epoch, and yield the numbers of each logged step. Nothing is evaluated,
+    logged or saved. `batches`: replaces those of the training loader. `count`: number of steps;
+    None: all that are left.
+    """
+    until = None if count is None else parts.progress.step + count
+    progress, window = parts.progress, MetricWindow(parts.strategy.device)
+    if batches is None:
+        batches = parts.train_loader.epoch(progress.epoch)
+    stops = False
+    while parts.has_steps and not stops and progress.step != until:
+        for phase in parts.state.phases:
+            phase.wrapped.train()
+        step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
+        parts.hooks.start_step(step.number)
+        step.seed()
+        numbers = step.train()
+        stops = step.stops
+        if numbers:
+            yield numbers
