@@ -4,13 +4,13 @@ refused if they do not fit the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,17 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from src.app import app
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
-from timm_parallel.entry import run_command
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.machine import hardware
-from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import read_lines, resolved
 from timm_parallel.testing.ranks import in_ranks
 
@@ -151,29 +147,6 @@ def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
     finally:
         handle.remove()
     restoring.restore(single.state, single.strategy, contents)
-
-
-def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
-    single: RunParts, contents: Contents, tmp_path: Path
-) -> None:
-    path = save(tmp_path, contents, 7)
-    other = run_of("parallel=single", "seed=8").state
-    restoring.restore(other, single.strategy, checkpoint.load(path))
-    assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
-    for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
-        assert saved is not None and restored is not None
-        for name, tensor in restored.state_dict().items():
-            assert torch.equal(saved.state_dict()[name], tensor), name
-    moments = [
-        list(state.phases[0].optimizer.state_dict()["state"].values())
-        for state in (single.state, other)
-    ]
-    assert len(moments[0]) == len(list(other.model.parameters()))
-    for saved, restored in zip(*moments, strict=True):
-        assert all(
-            torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key]))
-            for key in saved
-        )
 
 
 class Summing(Single):
@@ -305,13 +278,6 @@ def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
     assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
 
 
-def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
-    contents: Contents, tmp_path: Path
-) -> None:
-    save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
-
-
 def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
@@ -341,32 +307,40 @@ def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_
     }
 
 
+def disk_full(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@contextlib.contextmanager
+def failing_rename(number: int) -> Iterator[None]:
+    """Let the rename with this number fail, counted from 0."""
+    done: list[Any] = []
+    replace = os.replace
+
+    def rename(source: Any, target: Any) -> None:
+        if len(done) == number:
+            disk_full()
+        done.append(target)
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", rename)
+        yield
+
+
 @pytest.mark.slow(seconds=1)
 def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contents: Contents, tmp_path: Path
 ) -> None:
     """After the failure, the run continues from last.pt. Depending on the rename that failed, it
     trains step 2 again or step 2 is already saved.
     """
-    replace = os.replace
     for failing in range(8):
         folder = tmp_path / str(failing) / "checkpoints"
         folder.parent.mkdir()
         save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
-        done: list[Any] = []
-
-        def rename(
-            source: Any, target: Any, done: list[Any] = done, failing: int = failing
-        ) -> None:
-            if len(done) == failing:
-                disk_full()
-            done.append(target)
-            replace(source, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", rename)
-            with pytest.raises(OSError, match=r"step_2\.pt"):
-                save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
         if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
             save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
         save_top(folder, evaluated(contents, 0.5), 3)
@@ -376,24 +350,25 @@ def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
 def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
     (Path(folder) / "logs").mkdir(parents=True)
     torch.set_num_threads(1)
-    for epochs in (3, 6):
+    for epochs in (2, 4):
         words = (
             "parallel=single",
             "checkpoint.top=3",
             "checkpoint.every_steps=3",
+            "data.limit_train=96",
             f"train.epochs={epochs}",
         )
         run(resolved(*words), Path(folder), ranks, None)
 
 
 @pytest.mark.processes
-@pytest.mark.slow(seconds=5)
+@pytest.mark.slow(seconds=3)
 def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
     tmp_path: Path,
 ) -> None:
     in_ranks(trained_twice, 1, str(tmp_path / "run"))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
-    assert len(lines) == 6
+    assert len(lines) == 4
     ranked = sorted(lines, key=lambda line: (-line["val/acc"], line["step"]))[:3]
     assert best_steps(tmp_path / "run" / "checkpoints") == sorted(line["step"] for line in ranked)
     assert (tmp_path / "run/checkpoints/best.pt").samefile(
@@ -401,11 +376,7 @@ def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
     )
 
 
-def disk_full(*args: object, **kwargs: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("call", ["torch.save", "os.fsync"])
 def test_checkpoint_save_leaves_all_files_unchanged_when_writing_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -457,31 +428,18 @@ def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float
 
 @pytest.mark.slow(seconds=1)
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contents: Contents, tmp_path: Path
 ) -> None:
     """A save renames six files, which are step_2, last and best, each with a .pt and a
     .json file.
     """
-    replace = os.replace
     for failing in range(6):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
         run.mkdir()
         save(folder, contents, 1, keep=1, is_best=True)
-        done: list[Any] = []
-
-        def rename(
-            source: Any, target: Any, done: list[Any] = done, failing: int = failing
-        ) -> None:
-            if len(done) == failing:
-                disk_full()
-            done.append(target)
-            replace(source, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", rename)
-            with pytest.raises(OSError, match=r"step_2\.pt"):
-                save(folder, contents, 2, keep=1, is_best=True)
+        with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
+            save(folder, contents, 2, keep=1, is_best=True)
         assert [
             path.name
             for path in folder.iterdir()
@@ -516,26 +474,13 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
 
 FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
     "a_list": (lambda contents: [1, 2], "not a checkpoint of this project"),
-    "a_tensor": (lambda contents: torch.zeros(3), "not a checkpoint of this project"),
     "weights_of_timm": (lambda contents: contents["model"], "not a checkpoint of this project"),
-    "of_lightning": (
-        lambda contents: {"state_dict": contents["model"], "epoch": 1},
-        "not a checkpoint of this",
-    ),
     "a_named_format": (
         lambda contents: {**contents, "format": "timm"},
         "not a checkpoint of this project",
     ),
-    "no_format": (
-        lambda contents: {**contents, "format": None},
-        "not a checkpoint of this project",
-    ),
     "newer": (
         lambda contents: {**contents, "format": checkpoint.FORMAT + 1},
-        f"expected {checkpoint.FORMAT}",
-    ),
-    "older": (
-        lambda contents: {**contents, "format": 1},
         f"expected {checkpoint.FORMAT}",
     ),
     "a_module": (
@@ -557,22 +502,21 @@ def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("other", [1, checkpoint.FORMAT + 5])
 @pytest.mark.parametrize("has_sidecar", [True, False])
 def test_load_newest_checkpoint_refuses_an_unknown_format_and_uses_no_older_file(
-    contents: Contents, tmp_path: Path, other: int, has_sidecar: bool
+    contents: Contents, tmp_path: Path, has_sidecar: bool
 ) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, contents, 3)
     for sidecar in folder.glob("*.json"):
         sidecar.unlink()
     (folder / "last.pt").unlink()
-    torch.save({**contents, "format": other}, folder / "last.pt")
+    torch.save({**contents, "format": 1}, folder / "last.pt")
     if has_sidecar:
         # A file of another format need not be a file that torch can load.
-        (folder / "last.json").write_text(json.dumps({"format": other}))
+        (folder / "last.json").write_text(json.dumps({"format": 1}))
         (folder / "last.pt").write_bytes(b"another kind of file")
-    with pytest.raises(UnknownFormatError, match=f"last.pt.* {other}, expected"):
+    with pytest.raises(UnknownFormatError, match=r"last.pt.* 1, expected"):
         checkpoint.load_newest(tmp_path)
 
 
@@ -598,18 +542,6 @@ def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
     with pytest.raises(ValueError, match="by a different model") as refusal:
         restoring.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")],
-)
-def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
-    sgd = ("optim=sgd",) if "sgd" in before else ()
-    run = run_of(after, *sgd)
-    restoring.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
-    assert run.state.progress.step == 1
 
 
 def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
@@ -706,90 +638,3 @@ def test_checkpoint_of_format_2_with_weights_that_are_not_finite_is_refused(
     torch.save({"format": 2, **saved}, tmp_path / "old.pt")
     with pytest.raises(ValueError, match="weight has values that are not finite"):
         checkpoint.load(tmp_path / "old.pt")
-
-
-# Tests of the option resume=.
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def resume(
-    finished_run: Finished,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Callable[..., tuple[int, str, list[str]]]:
-    """Return a function that resumes a copy of a finished run with given overrides, but starts no
-    ranks.
-
-    The function returns (exit code, stderr, run folders in which train.py would start ranks).
-    """
-    folder = tmp_path / "run"
-    shutil.copytree(finished_run.folder, folder)
-    for name in NEEDED:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
-    started: list[str] = []
-
-    def run_job(config: object, folder: Path) -> int:
-        started.append(str(folder))
-        return 0
-
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
-
-    def run(*overrides: str) -> tuple[int, str, list[str]]:
-        before = everything(folder)
-        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
-        code = run_command(app)
-        out, err = capfd.readouterr()
-        if code == 2:
-            assert out == "" and len(err.splitlines()) == 1, err
-            assert everything(folder) == before, "expected a refused command to change no file"
-        logging.shutdown()
-        return code, err, started
-
-    return run
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
-)
-def test_resume_refuses_a_finished_run_without_changing_files(
-    resume: Any, overrides: tuple[str, ...]
-) -> None:
-    """The resumed run would train no steps, and would overwrite the throughput in result.json."""
-    code, message, started = resume(*overrides)
-    assert (code, started) == (2, [])
-    assert "this run is done" in message and "train.epochs" in message
-
-
-@pytest.mark.processes
-def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> None:
-    code, message, started = resume("train.epochs=3")
-    assert code == 0 and len(started) == 1, message
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        # Resuming with another train.accumulate must be refused, because a saved step would then
-        # stand for another number of images.
-        (
-            ("train.accumulate=2",),
-            "train.accumulate=2",
-        ),
-        (("optim=sgd",), "optim.opt="),
-        (("model.kwargs.depth=3",), "model.kwargs"),
-        (("data.batch_size=64",), "data.batch_size=64"),
-    ],
-)
-def test_resume_refuses_changed_training_keys_unless_resume_strict_is_false(
-    resume: Any, overrides: tuple[str, ...], key: str
-) -> None:
-    code, message, started = resume("train.epochs=3", *overrides)
-    assert (code, started) == (2, [])
-    assert message.startswith(f"train.py: {key}") and "resume_strict=false" in message
-    code, message, started = resume("train.epochs=3", *overrides, "resume_strict=false")
-    assert code == 0 and len(started) == 1, message
