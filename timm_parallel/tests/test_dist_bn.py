@@ -49,7 +49,10 @@ def shared_mean(ranks: Ranks, store: Any, dist_bn: str | None) -> float:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("dist_bn", "expected"), [(None, 0.0), ("reduce", 0.5)])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("dist_bn", "expected"), [(None, 0.0), ("broadcast", 0.0), ("reduce", 0.5)]
+)
 def test_dist_bn_broadcast_copies_statistics_of_rank_0_and_dist_bn_reduce_averages_all_ranks(
     dist_bn: str | None, expected: float
 ) -> None:

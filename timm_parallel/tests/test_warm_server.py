@@ -89,7 +89,7 @@ def trains(folder: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=15)
 def test_job_forked_by_the_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, shared_server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

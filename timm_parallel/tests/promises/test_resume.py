@@ -219,8 +219,10 @@ def test_resumed_fsdp_run_has_weights_and_curves_of_an_uninterrupted_run(
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("stop_at", [EPOCH, 3])
+@pytest.mark.sample(2)
 def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrupted_run(
-    undisturbed: Any, tmp_path: Path
+    undisturbed: Any, tmp_path: Path, stop_at: int
 ) -> None:
     """The run stops while BatchNorm statistics still differ between ranks, because they are
     averaged only at the end of an epoch.
@@ -232,7 +234,7 @@ def test_resumed_run_with_dist_bn_reduce_has_weights_and_curves_of_an_uninterrup
         "model.ema.decay=0.9",
         "train.epochs=2",
     )
-    assert_resume_changes_nothing(undisturbed, tmp_path, 2, overrides, 3)
+    assert_resume_changes_nothing(undisturbed, tmp_path, 2, overrides, stop_at)
 
 
 def assert_resume_changes_nothing(
