@@ -161,7 +161,7 @@ def test_last_resume_override_wins_when_a_command_line_has_several(main: Main) -
     )
 
 
-@pytest.mark.slow(seconds=2)
+@pytest.mark.slow(seconds=1)
 def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None:
     """Ranks reject the change after the new config was written to the run folder. The next
     resume must not read this config.
@@ -186,7 +186,7 @@ ANOTHER_TRAINING = [
 ]
 
 
-@pytest.mark.slow(seconds=5)
+@pytest.mark.slow(seconds=3)
 def test_resume_is_refused_when_model_data_batch_size_augmentation_or_seed_has_changed(
     main: Main,
 ) -> None:
@@ -321,7 +321,7 @@ def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
     assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
 
 
-@pytest.mark.slow(seconds=3)
+@pytest.mark.slow(seconds=2)
 def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
     """Two requeued jobs with the same task_name must not continue each other's run."""
     slow = main.start("2026-01-01/09-00-00", "optim.lr=0.1")
@@ -365,7 +365,7 @@ def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
     assert len(loaded) < 20
 
 
-@pytest.mark.slow(seconds=3)
+@pytest.mark.slow(seconds=2)
 def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
     main: Main,
 ) -> None:
@@ -387,7 +387,7 @@ def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished
         assert after == before
 
 
-@pytest.mark.slow(seconds=4)
+@pytest.mark.slow(seconds=3)
 def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task(
     main: Main,
 ) -> None:
