@@ -144,4 +144,7 @@ def test_config_error_is_printed_once_when_ranks_are_started_externally(train: T
 def test_sweep_is_refused_under_torchrun(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NEEDED:
         monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "2"))
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
+    )
     assert "python train.py -m" in refuse("-m", "parallel=ddp")
