@@ -7,8 +7,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
-
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
 
 EIGHT = {"cuda": [f"GPU-{number}" for number in range(8)]}
@@ -62,20 +60,6 @@ def play(
             "another job took the reserved devices"
         )
     return schedule
-
-
-def test_device_scheduler_keeps_8_gpus_over_80_percent_busy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    needs = [cuda(count) for count in (1, 1, 2, 4, 1, 4, 2, 1, 1, 4, 2, 1)]
-    seconds = [3.0, 2, 4, 5, 1, 3, 2, 4, 2, 4, 3, 1]
-    schedule = play(needs, seconds, EIGHT)
-    for start, end, job, names in schedule:
-        print(f"{start:5.1f} to {end:5.1f} s: job {job:2d} on {', '.join(names)}")
-    assert len(schedule) == 12
-    busy = sum((end - start) * len(names) for start, end, _, names in schedule)
-    assert busy / (8 * max(end for _, end, _, _ in schedule)) > 0.8
-    assert [job for _, _, job, _ in schedule][:2] == [3, 5], "the largest job must start first"
 
 
 def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
@@ -132,11 +116,3 @@ def test_device_scheduler_starts_jobs_in_order_when_max_jobs_is_1() -> None:
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) is None
     scheduler.release(0)
     assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])
-
-
-def test_device_scheduler_runs_one_job_at_a_time_when_memory_is_short() -> None:
-    scheduler = DeviceScheduler(EIGHT)
-    assert scheduler.start_next([(0, cuda(1)), (1, cuda(1))], lambda: False) == (0, ["GPU-0"])
-    assert scheduler.start_next([(1, cuda(1))], lambda: False) is None
-    scheduler.release(0)
-    assert scheduler.start_next([(1, cuda(1))], lambda: False) == (1, ["GPU-0"])

@@ -4,13 +4,13 @@ refused if they do not fit the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,18 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from src.app import app
 from src.tasks.classification import Classification
 from src.train.build import build_run
 from src.train.run import run
 from tests.template.runs import resolved
-from timm_parallel.entry import run_command
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.machine import hardware
-from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
@@ -152,29 +148,6 @@ def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
     finally:
         handle.remove()
     restoring.restore(single.state, single.strategy, contents)
-
-
-def test_checkpoint_restore_reproduces_saved_model_ema_optimizer_and_progress(
-    single: RunParts, contents: Contents, tmp_path: Path
-) -> None:
-    path = save(tmp_path, contents, 7)
-    other = run_of("parallel=single", "seed=8").state
-    restoring.restore(other, single.strategy, checkpoint.load(path))
-    assert other.progress == Progress(step=7, step_in_epoch=1, best_values={"acc": 0.25})
-    for saved, restored in ((single.state.model, other.model), (single.state.ema, other.ema)):
-        assert saved is not None and restored is not None
-        for name, tensor in restored.state_dict().items():
-            assert torch.equal(saved.state_dict()[name], tensor), name
-    moments = [
-        list(state.phases[0].optimizer.state_dict()["state"].values())
-        for state in (single.state, other)
-    ]
-    assert len(moments[0]) == len(list(other.model.parameters()))
-    for saved, restored in zip(*moments, strict=True):
-        assert all(
-            torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(restored[key]))
-            for key in saved
-        )
 
 
 class Summing(Single):
@@ -406,7 +379,7 @@ def disk_full(*args: object, **kwargs: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("call", ["torch.save", "os.replace", "os.fsync"])
+@pytest.mark.parametrize("call", ["torch.save", "os.fsync"])
 def test_checkpoint_save_leaves_all_files_unchanged_when_writing_fails(
     contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -456,33 +429,37 @@ def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float
     assert progress.best_values == {"loss": 1.0, "acc": 0.5}
 
 
+@contextlib.contextmanager
+def failing_rename(number: int) -> Iterator[None]:
+    """Let the rename with this number fail, counted from 0."""
+    done: list[Any] = []
+    replace = os.replace
+
+    def rename(source: Any, target: Any) -> None:
+        if len(done) == number:
+            disk_full()
+        done.append(target)
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", rename)
+        yield
+
+
 @pytest.mark.slow(seconds=1)
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contents: Contents, tmp_path: Path
 ) -> None:
     """A save renames six files, which are step_2, last and best, each with a .pt and a
     .json file.
     """
-    replace = os.replace
     for failing in range(6):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
         run.mkdir()
         save(folder, contents, 1, keep=1, is_best=True)
-        done: list[Any] = []
-
-        def rename(
-            source: Any, target: Any, done: list[Any] = done, failing: int = failing
-        ) -> None:
-            if len(done) == failing:
-                disk_full()
-            done.append(target)
-            replace(source, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", rename)
-            with pytest.raises(OSError, match=r"step_2\.pt"):
-                save(folder, contents, 2, keep=1, is_best=True)
+        with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
+            save(folder, contents, 2, keep=1, is_best=True)
         assert [
             path.name
             for path in folder.iterdir()
@@ -517,26 +494,13 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
 
 FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
     "a_list": (lambda contents: [1, 2], "not a checkpoint of this project"),
-    "a_tensor": (lambda contents: torch.zeros(3), "not a checkpoint of this project"),
     "weights_of_timm": (lambda contents: contents["model"], "not a checkpoint of this project"),
-    "of_lightning": (
-        lambda contents: {"state_dict": contents["model"], "epoch": 1},
-        "not a checkpoint of this",
-    ),
     "a_named_format": (
         lambda contents: {**contents, "format": "timm"},
         "not a checkpoint of this project",
     ),
-    "no_format": (
-        lambda contents: {**contents, "format": None},
-        "not a checkpoint of this project",
-    ),
     "newer": (
         lambda contents: {**contents, "format": checkpoint.FORMAT + 1},
-        f"expected {checkpoint.FORMAT}",
-    ),
-    "older": (
-        lambda contents: {**contents, "format": 1},
         f"expected {checkpoint.FORMAT}",
     ),
     "a_module": (
@@ -558,22 +522,21 @@ def test_checkpoint_load_refuses_a_file_of_another_format_in_one_line(
     assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("other", [1, checkpoint.FORMAT + 5])
 @pytest.mark.parametrize("has_sidecar", [True, False])
 def test_load_newest_checkpoint_refuses_an_unknown_format_and_uses_no_older_file(
-    contents: Contents, tmp_path: Path, other: int, has_sidecar: bool
+    contents: Contents, tmp_path: Path, has_sidecar: bool
 ) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, contents, 3)
     for sidecar in folder.glob("*.json"):
         sidecar.unlink()
     (folder / "last.pt").unlink()
-    torch.save({**contents, "format": other}, folder / "last.pt")
+    torch.save({**contents, "format": 1}, folder / "last.pt")
     if has_sidecar:
         # A file of another format need not be a file that torch can load.
-        (folder / "last.json").write_text(json.dumps({"format": other}))
+        (folder / "last.json").write_text(json.dumps({"format": 1}))
         (folder / "last.pt").write_bytes(b"another kind of file")
-    with pytest.raises(UnknownFormatError, match=f"last.pt.* {other}, expected"):
+    with pytest.raises(UnknownFormatError, match=r"last.pt.* 1, expected"):
         checkpoint.load_newest(tmp_path)
 
 
@@ -599,18 +562,6 @@ def test_checkpoint_restore_refuses_weights_of_a_different_model() -> None:
     with pytest.raises(ValueError, match="by a different model") as refusal:
         restoring.restore(run.state, run.strategy, contents)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("optim.sched=constant", "optim.sched=cosine"), ("optim=sgd", "optim=sgd")],
-)
-def test_checkpoint_restore_accepts_state_of_the_same_optimizer(before: str, after: str) -> None:
-    sgd = ("optim=sgd",) if "sgd" in before else ()
-    run = run_of(after, *sgd)
-    restoring.restore(run.state, run.strategy, contents_of(run_of(before, *sgd)))
-    assert run.state.progress.step == 1
 
 
 def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
@@ -707,90 +658,3 @@ def test_checkpoint_of_format_2_with_weights_that_are_not_finite_is_refused(
     torch.save({"format": 2, **saved}, tmp_path / "old.pt")
     with pytest.raises(ValueError, match="weight has values that are not finite"):
         checkpoint.load(tmp_path / "old.pt")
-
-
-# Tests of the option resume=.
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def resume(
-    finished_run: Finished,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Callable[..., tuple[int, str, list[str]]]:
-    """Return a function that resumes a copy of a finished run with given overrides, but starts no
-    ranks.
-
-    The function returns (exit code, stderr, run folders in which train.py would start ranks).
-    """
-    folder = tmp_path / "run"
-    shutil.copytree(finished_run.folder, folder)
-    for name in NEEDED:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
-    started: list[str] = []
-
-    def run_job(config: object, folder: Path) -> int:
-        started.append(str(folder))
-        return 0
-
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
-
-    def run(*overrides: str) -> tuple[int, str, list[str]]:
-        before = everything(folder)
-        monkeypatch.setattr(sys, "argv", ["train.py", f"resume={folder}", *overrides])
-        code = run_command(app)
-        out, err = capfd.readouterr()
-        if code == 2:
-            assert out == "" and len(err.splitlines()) == 1, err
-            assert everything(folder) == before, "expected a refused command to change no file"
-        logging.shutdown()
-        return code, err, started
-
-    return run
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "overrides", [(), ("parallel=ddp", "parallel.devices=2"), ("train.epochs=1",)]
-)
-def test_resume_refuses_a_finished_run_without_changing_files(
-    resume: Any, overrides: tuple[str, ...]
-) -> None:
-    """The resumed run would train no steps, and would overwrite the throughput in result.json."""
-    code, message, started = resume(*overrides)
-    assert (code, started) == (2, [])
-    assert "this run is done" in message and "train.epochs" in message
-
-
-@pytest.mark.processes
-def test_resume_continues_finished_run_when_epochs_are_added(resume: Any) -> None:
-    code, message, started = resume("train.epochs=3")
-    assert code == 0 and len(started) == 1, message
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        # Resuming with another train.accumulate must be refused, because a saved step would then
-        # stand for another number of images.
-        (
-            ("train.accumulate=2",),
-            "train.accumulate=2",
-        ),
-        (("optim=sgd",), "optim.opt="),
-        (("model.kwargs.depth=3",), "model.kwargs"),
-        (("data.batch_size=64",), "data.batch_size=64"),
-    ],
-)
-def test_resume_refuses_changed_training_keys_unless_resume_strict_is_false(
-    resume: Any, overrides: tuple[str, ...], key: str
-) -> None:
-    code, message, started = resume("train.epochs=3", *overrides)
-    assert (code, started) == (2, [])
-    assert message.startswith(f"train.py: {key}") and "resume_strict=false" in message
-    code, message, started = resume("train.epochs=3", *overrides, "resume_strict=false")
-    assert code == 0 and len(started) == 1, message

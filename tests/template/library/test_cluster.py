@@ -19,7 +19,7 @@ from src.schema import Config
 from tests.template.cluster_commands import JOB_WITH_GPUS, ONE_NODE
 from tests.template.runs import ROOT
 from timm_parallel.cluster import slurm
-from timm_parallel.cluster.kubernetes import _bytes, write_manifest
+from timm_parallel.cluster.kubernetes import write_manifest
 from timm_parallel.config.cluster import cluster_rules, gpus_of_gres, seconds_of
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import refuse
@@ -114,8 +114,15 @@ def test_slurm_submission_does_not_check_data_and_weight_paths(main: Main) -> No
     )
 
 
-@pytest.mark.parametrize("key", ["partition", "account", "gres"])
-@pytest.mark.parametrize("value", ["a b", "$(touch pwned)", "a'b", "a;touch pwned", "-x", "a#b"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partition", "$(touch pwned)"),
+        ("account", "a'b"),
+        ("gres", "a;touch pwned"),
+        ("gres", "a#b"),
+    ],
+)
 def test_slurm_script_quotes_every_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:
@@ -138,7 +145,7 @@ echo "$(basename $0) $*" >> calls
 """
 
 
-@pytest.mark.parametrize(("failures", "tries"), [(0, 1), (3, 4), (99, 8)])
+@pytest.mark.parametrize(("failures", "tries"), [(3, 4), (99, 8)])
 def test_slurm_script_retries_requeue_when_controller_does_not_answer(
     main: Main, tmp_path: Path, failures: int, tries: int
 ) -> None:
@@ -192,8 +199,10 @@ def test_shipped_slurm_sh_example_adds_no_lines_to_the_job_script(
     assert [line for line in with_example if line] == [line for line in plain if line]
 
 
-@pytest.mark.parametrize("code", ["setup: touch pwned", "extra: ['#SBATCH --exclusive']"])
-@pytest.mark.parametrize("place", ["command", "file"])
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [("setup: touch pwned", "command"), ("extra: ['#SBATCH --exclusive']", "file")],
+)
 def test_cluster_keys_with_shell_code_are_refused(
     main: Main, tmp_path: Path, code: str, place: str
 ) -> None:
@@ -253,10 +262,7 @@ def test_error_for_invalid_cluster_settings_names_the_key(config: Config, messag
     [
         (NODES, "cluster.nodes=2: cluster=local "),
         (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: sbatch is not installed"),
-        (
-            ("cluster=kubernetes", "cluster.image=x", "cluster.claim=y", "-m", "seed=1,2"),
-            "cluster=kubernetes: ",
-        ),
+        ((*KUBERNETES, "-m", "seed=1,2"), "cluster=kubernetes: "),
         (("cluster=slurm",), "cluster=slurm: sbatch is not installed"),
     ],
 )
@@ -272,16 +278,8 @@ def test_refused_cluster_job_does_not_create_a_run_folder(
 def test_cluster_slurm_is_refused_under_torchrun(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
+    for name in NEEDED:
+        monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "1"))
     code, _, err = main("cluster=slurm", "cluster.submit=false")
     assert code == 2 and err.startswith("train.py: cluster=slurm: ") and not Path("run").exists()
     assert "python" in err, "the fix must name the command"
@@ -289,14 +287,14 @@ def test_cluster_slurm_is_refused_under_torchrun(
 
 @pytest.mark.parametrize(
     ("gres", "count"),
-    [(None, 0), ("gpu:4", 4), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)],
+    [(None, 0), ("gpu:a100:2,tmp:9", 2), ("gpu", 1), ("tmp:1", 0), ("gpu:v100", 1)],
 )
 def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) -> None:
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
 
 
 @pytest.mark.parametrize(
-    "overrides", [("parallel=single",), ("parallel=ddp", "parallel.devices=4"), ("-m", "seed=1,2")]
+    "overrides", [("parallel=single",), ("parallel=ddp", "parallel.devices=4")]
 )
 def test_error_suggests_srun_instead_of_torchrun_when_srun_started_the_ranks(
     main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
@@ -400,7 +398,7 @@ def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(
 
 @pytest.mark.parametrize(
     "value",
-    ["a b", "it's", '"quoted"', "a: b", "{x}", "yes", "007", "# no comment", "<&>", "ü🙂", "%"],
+    ["it's", '"quoted"', "a: b", "{x}", "007", "# no comment", "<&>"],
 )
 def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
     text = f"seed: 1\ntags: ['{value}', '{{{{ 7 * 6 }}}}']\n\tx: --- \n"
@@ -424,10 +422,6 @@ def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> N
 )
 def test_slurm_time_limits_are_parsed_to_seconds(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
-
-
-def test_cluster_memory_is_converted_to_kubernetes_notation() -> None:
-    assert [_bytes(memory) for memory in (None, "64G", "500")] == [None, "64Gi", "500Mi"]
 
 
 def test_waiting_for_a_slurm_job_array_returns_the_highest_exit_code_of_all_tasks(

@@ -4,24 +4,19 @@ is created, no process is started and torch is not imported.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from src.schema import Config
-from timm_parallel.config.compose import compose_command, load_config, save_config
+from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.suggest import is_known
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
-from timm_parallel.machine.ranks import NEEDED, ranks_from_environment
+from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
@@ -52,40 +47,25 @@ def test_run_is_refused_on_windows_and_error_recommends_wsl(
 # must contain.
 MISSPELT_KEYS = [
     ("modle=resnet18", "modle=resnet18", "model"),
-    ("+modle=resnet18", "modle=resnet18", "model"),
     ("++modle=resnet18", "modle=resnet18", "model"),
     ("~modle", "modle", "model"),
-    ("train.epoch=3", "train.epoch=3", "train.epochs"),
     ("+train.epoch=3", "train.epoch=3", "train.epochs"),
-    ("++train.epoch=3", "train.epoch=3", "train.epochs"),
     ("model.ema.decy=0.9", "model.ema.decy=0.9", "model.ema.decay"),
-    ("epochs=3", "epochs=3", "train.epochs"),
     ("batch_size=3", "batch_size=3", "data.batch_size"),
     ("+model._target_=os.system", "model._target_=os.system"),
-    ("_target_=os.system", "_target_=os.system"),
     ("model.kwargs.depth=3", "model.kwargs.depth", "+model.kwargs.depth"),
     ("hydra.runn.dir=x", "hydra.runn"),
-    ("+hydra.runn.dir=x", "hydra.runn"),
-    ("++hydra.runn.dir=x", "hydra.runn"),
-    ("hydra.run.dirr=x", "hydra.run.dirr"),
-    ("+hydra.run.dirr=x", "hydra.run.dirr"),
     ("++hydra.run.dirr=x", "hydra.run.dirr"),
-    ("+hydra.nonsense=1", "hydra.nonsense"),
     ("hydra/launchr=basic", "hydra/launchr"),
     # parallel.has_ranks is a property of the config class. It is not a key, so a command line
     # cannot set it.
     ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),
-    ("+train.untimed_steps=3", "unknown key train.untimed_steps"),
     # Check only the start of this message, because Hydra words the rest.
     ("+train.epochs=3", "train.py: +train.epochs=3: "),
     ("~model.kwargs.depth", "train.py: ~model.kwargs.depth: "),
 ]
 GROUP_OPTIONS = [
     ("model=resnet81", "model=resnet81", "resnet18"),
-    ("optim=sgdd", "optim=sgdd", "sgd"),
-    ("data=foldr", "data=foldr", "folder"),
-    ("parallel=ddpp", "parallel=ddpp", "ddp"),
-    ("experiment=compar", "experiment=compar", "compare"),
     ("debug=nope", "debug=nope", "fast", "overfit"),
     ("model=null", "model"),
     ("train=false", "train=false: ", "python evaluate.py run="),
@@ -96,12 +76,6 @@ GROUP_OPTIONS = [
 ]
 NAMES = [
     ("model.name=resnet81", "model.name=resnet81", "resnet18"),
-    (
-        "model.name=vit_tinny_patch16_224",
-        "model.name=vit_tinny_patch16_224",
-        "vit_tiny_patch16_224",
-    ),
-    ("model.name=os.system", "model.name=os.system"),
     ("model.name=", "model.name="),
     ("model.name=src.nothing.Net", "model.name=src.nothing.Net"),
     ("model.name=src.models.build.Nothing", "model.name=src.models.build.Nothing"),
@@ -109,43 +83,27 @@ NAMES = [
     ("optim.opt=adamww", "optim.opt=adamww", "adamw"),
     ("optim.sched=cosin", "optim.sched=cosin", "cosine"),
     ("data.name=digit", "data.name=digit", "digits"),
-    ("data.name=src.nothing.Images", "data.name=src.nothing.Images"),
     ("train.precision=fp8", "train.precision=fp8", "bf16"),
-    ("parallel.strategy=ddpp", "parallel.strategy=ddpp", "ddp"),
-    ("parallel.accelerator=gpu", "parallel.accelerator=gpu", "cuda"),
     ("checkpoint.metric=acc", "checkpoint.metric=acc", "val/acc"),
     ("optimized_metric=val/ac", "optimized_metric=val/ac", "val/acc"),
 ]
 WRONG_TYPES = [
     ("optim.lr=abc", "optim.lr=abc: ", "number", "optim.lr=0.001"),
-    ("optim.lr=", "optim.lr"),
     ("optim.lr=null", "optim.lr", "null"),
-    ("optim.lr=[1]", "optim.lr", "[1]"),
     ("train.epochs=1.5", "train.epochs", "1.5"),
-    ("train.epochs=two", "train.epochs", "two"),
-    ("seed=1.5", "seed", "1.5"),
     ("seed=null", "seed=null: ", "integer", "seed=42"),
     ("model.ema=true", "model.ema=true: ", "model.ema.decay="),
     ("model.sync_bn=maybe", "model.sync_bn=maybe: ", "true or false", "model.sync_bn=false"),
     ("train.max_steps=abc", "train.max_steps=abc: ", "integer or null"),
-    ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
-    ("train.precision=[1]", "train.precision=[1]: ", "bf16"),
     ("optim.lr=${model.name}", "optim.lr=${model.name}: ", "number"),
-    ("model.name=null", "model.name", "null"),
     ("model.kwargs=3", "model.kwargs=3: ", "{name: value}"),
-    ("print_config=maybe", "print_config=maybe", "full"),
     ("tags=x", "tags", "x"),
     ("data.workers=many", "data.workers=many", "auto"),
-    ("data.workers=1.5", "data.workers", "1.5"),
-    ("data.augment.scale=abc", "data.augment.scale", "abc"),
     ("data.augment.scale=[0.1]", "data.augment.scale=[0.1]"),
-    ("parallel.devices=two", "parallel.devices=two", "auto"),
-    ("parallel.devices=1.5", "parallel.devices", "1.5"),
     ("parallel.devices=true", "parallel.devices"),
     ("train.epochs=1,2", "train.epochs=1,2: ", "[a,b]", "-m"),
     ("optim.lr=0,001", "optim.lr=0,001: ", "0.1"),
     ("data.augment.scale=(0.5,1.0)", "data.augment.scale=(0.5,1.0): ", "[a,b]"),
-    ("data.root=d/my=data", "data.root=d/my=data: ", "quote"),
     ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "write"),
     ("tags=[a", "tags=[a: ", "[a,b]"),
     ("optim.lr=choice(1,2)", "optim.lr=choice(1,2)", "--multirun"),
@@ -154,36 +112,25 @@ WRONG_TYPES = [
     ("model.name", "model.name"),
     ("hydra.run.dir=a=b", "hydra.run.dir=a=b"),
     ("hydra.verbose=3", "hydra.verbose=3", "true, false"),
-    ("hydra.verbose=[1]", "hydra.verbose=[1]", "true, false"),
 ]
 WRONG_NUMBERS = [
     ("optim.lr=nan", "optim.lr=nan"),
-    ("optim.lr=inf", "optim.lr=inf"),
-    ("optim.lr=-inf", "optim.lr=-inf"),
     ("optim.lr=1e400", "optim.lr=inf"),
     ("optim.lr=0", "optim.lr=0"),
-    ("optim.lr=-1", "optim.lr=-1"),
     ("optim.weight_decay=nan", "optim.weight_decay=nan"),
-    ("optim.weight_decay=-0.1", "optim.weight_decay=-0.1"),
     ("optim.momentum=1.5", "optim.momentum=1.5"),
     ("optim.clip_grad=0", "optim.clip_grad=0"),
     ("optim.decay_milestones=[1,nan]", "optim.decay_milestones"),
     ("model.ema.decay=2", "model.ema.decay=2"),
     ("train.epochs=0", "train.epochs=0"),
-    ("train.epochs=-1", "train.epochs=-1"),
     ("train.max_steps=0", "train.max_steps=0"),
     ("train.accumulate=0", "train.accumulate=0"),
-    ("train.log_every=0", "train.log_every=0"),
     ("train.evaluate_every=-1", "train.evaluate_every=-1"),
     ("train.smoothing=1.5", "train.smoothing=1.5"),
     ("data.batch_size=0", "data.batch_size=0"),
-    ("data.batch_size=-4", "data.batch_size=-4"),
-    ("data.image_size=0", "data.image_size=0"),
     ("data.image_size=[32]", "data.image_size=[32]"),
     ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
-    ("data.limit_train=0", "data.limit_train=0"),
-    ("data.augment.hflip=2", "data.augment.hflip=2"),
     ("data.augment.mixup=nan", "data.augment.mixup=nan"),
     ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
     ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
@@ -193,11 +140,8 @@ WRONG_NUMBERS = [
         "[0.75,1.33]",
     ),
     ("parallel.devices=0", "parallel.devices=0"),
-    ("parallel.devices=-1", "parallel.devices=-1"),
-    ("parallel.threads_per_device=0", "parallel.threads_per_device=0"),
     ("parallel.timeout=0", "parallel.timeout=0"),
     ("checkpoint.keep=0", "checkpoint.keep=0"),
-    ("checkpoint.every_steps=0", "checkpoint.every_steps=0"),
     ("seed=-1", "seed=-1"),
     ("seed=99999999999999999999999", "seed=99999999999999999999999"),
 ]
@@ -210,16 +154,12 @@ ACROSS_GROUPS = [
         "64",
     ),
     ("parallel=ddp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
-    ("parallel=dp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
     (
         "parallel=ddp parallel.devices=2 data.batch_size=6 data.augment.mixup=0.2",
         "data.batch_size=6",
         "mixup",
     ),
     ("data.batch_size_per_device=4", "data.batch_size=64", "data.batch_size_per_device=4"),
-    ("parallel=single parallel.devices=2", "parallel.devices=2", "single"),
-    ("parallel=fsdp model.compile=true", "model.compile=true", "fsdp"),
-    ("parallel=fsdp optim.opt=muon", "optim.opt=muon", "fsdp", "adamw"),
     ("parallel=fsdp optim.clip_grad=1 optim.clip_mode=agc", "optim.clip_mode=agc", "fsdp", "value"),
     (
         "parallel=fsdp optim=sgd +optim.kwargs.fused=true",
@@ -227,21 +167,7 @@ ACROSS_GROUPS = [
         "fsdp",
         "adamw",
     ),
-    (
-        "parallel=fsdp parallel.devices=4 parallel.shard_size=3",
-        "parallel.shard_size=3",
-        "4 devices",
-        "2, 4",
-    ),
-    ("parallel=fsdp parallel.devices=2 parallel.shard_size=1", "parallel.shard_size=1", "2"),
-    ("parallel=fsdp parallel.output_device=0", "parallel.output_device=0", "ddp"),
-    ("parallel=ddp parallel.shard_size=2", "parallel.shard_size=2", "fsdp"),
-    ("parallel=ddp parallel.reshard_after_forward=false", "parallel.reshard_after_forward", "fsdp"),
-    ("parallel=single parallel.static_graph=true", "parallel.static_graph", "ddp", "single"),
-    ("parallel=ddp parallel.dim=1", "parallel.dim=1", "dp"),
-    ("parallel=dp parallel.bucket_cap_mb=1", "parallel.bucket_cap_mb=1", "ddp"),
     ("parallel=dp parallel.max_restarts=1", "parallel.max_restarts=1", "ddp"),
-    ("parallel=single parallel.device_ids=[0]", "parallel.device_ids=[0]", "single"),
     ("parallel=dp model.compile=true", "model.compile", "dp"),
     ("parallel=single model.sync_bn=true", "model.sync_bn", "single"),
     ("parallel=ddp model.sync_bn=true", "model.sync_bn", "CUDA"),
@@ -259,12 +185,8 @@ ACROSS_GROUPS = [
     ("experiment=compare", "experiment=compare", "-m"),
 ]
 WHAT_HYDRA_WOULD_CALL = [
-    ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),
     ("++hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),
-    ("++hydra.sweeper._target_=os.system", "hydra.sweeper._target_=os.system"),
     ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
-    ("++hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
-    ("++hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging"),
     ("++hydra.job_logging.handlers.x={class:src.models.build.build_model}", "hydra.job_logging"),
     ("--experimental-rerun=job.pickle", "--experimental-rerun"),
 ]
@@ -272,7 +194,6 @@ PLACES = [
     ("--config-name=nope", "nope"),
     ("--config-path=/nope", "--config-path=/nope"),
     ("--config-dir=/nope", "--config-dir=/nope"),
-    ("hydra.run.dir=", "hydra.run.dir"),
     ("hydra.run.dir=null", "hydra.run.dir"),
     (f"hydra.run.dir={TRAIN}/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
@@ -285,11 +206,13 @@ PLACES = [
     ("--hlep", "--hlep"),
     ("--lr=1e-3", "--lr=1e-3", "optim.lr", "dashes"),
     ("--optim.weight-decay 0.1", "--optim.weight-decay", "optim.weight_decay", "dashes"),
-    ("--epochs 3 seed=1", "--epochs", "train.epochs", "dashes"),
 ]
 
 
-@pytest.mark.sample(2)
+# Names of classes of OmegaConf, which mean nothing to a user.
+OMEGACONF = r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group"
+
+
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -312,20 +235,7 @@ def test_error_names_invalid_command_line_argument(
 ) -> None:
     line = refuse(*command.split(" "))
     assert [name for name in named if name not in line] == [], line
-
-
-def test_message_for_wrong_type_contains_no_omegaconf_class_names(refuse: Refuse) -> None:
-    for override in (
-        "seed=null",
-        "train=false",
-        "model.ema=true",
-        "optim.lr=abc",
-        "tags=x",
-        "model.kwargs=3",
-    ):
-        assert not re.search(
-            r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group", refuse(override)
-        )
+    assert (command, *named) not in WRONG_TYPES or not re.search(OMEGACONF, line)
 
 
 def test_sweep_accepts_quoted_names_of_config_group_options() -> None:
@@ -338,32 +248,17 @@ YAML_FILES = [
     ("train: {epoch: 3}", "train.epoch", "train.epochs"),
     ("model: {ema: {decy: 0.9}}", "model.ema.decy", "model.ema.decay"),
     ("defaults: [{override /modle: tiny}]", "modle"),
-    ("defaults: [{override /model: resnet81}]", "model", "resnet81"),
-    ("optim: {lr: abc}", "optim.lr", "abc"),
     ("optim: {lr: .nan}", "optim.lr=nan"),
-    ("train: {epochs: null}", "train.epochs"),
     ("data: {root: '???', name: folder}", "data.root=???"),
-    ("optim: {lr: '???'}", "optim.lr=???"),
-    ("data: {augment: {hflip: '???'}}", "data.augment.hflip=???"),
     ("model: {kwargs: {block: {depth: '???'}}}", "model.kwargs.block.depth=???"),
     ("data: {mean: ['???']}", "data.mean=???"),
-    ("checkpoint: '???'", "checkpoint=???"),
-    ("seed: '???'", "seed=???"),
     ("hydra: null", "hydra"),
     ("hydra: {runn: {dir: x}}", "hydra.runn"),
-    ("hydra: {run: {dirr: x}}", "hydra.run.dirr"),
-    ("hydra: {launcher: {_target_: os.system}}", "hydra.launcher._target_=os.system"),
-    ("hydra: {callbacks: {x: {_target_: os.system}}}", "hydra.callbacks"),
-    (
-        "hydra: {job_logging: {handlers: {x: {'()': os.system, command: 'exit 1'}}}}",
-        "hydra.job_logging",
-    ),
     ("train: [1", "wrong"),
     ("3", "int"),
 ]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "named"), [pytest.param(row[0], row[1:], id=row[0]) for row in YAML_FILES]
 )
@@ -473,47 +368,35 @@ def test_option_in_a_subfolder_of_its_group_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/data/Blüten",
         "/data/花/x",
         "/a (copy)/b",
-        "/a#b",
         "/it's",
-        "/a&b;c",
         "/a=b",
-        "/x,y",
         'a"b(',
     ],
 )
-@pytest.mark.parametrize("key", ["data.root", "+model.kwargs.file"])
-def test_error_for_a_path_with_special_characters_is_the_argument_to_paste(
-    path: str, key: str
-) -> None:
-    folder = "data.name=folder"
-    with pytest.raises(ValueError, match=re.escape(f"{key}={path}")) as refusal:
-        compose_command(parse(folder, f"{key}={path}"))
+def test_error_for_a_path_with_special_characters_is_the_argument_to_paste(path: str) -> None:
+    folder, override = "data.name=folder", f"data.root={path}"
+    with pytest.raises(ValueError, match=re.escape(override)) as refusal:
+        compose_command(parse(folder, override))
     [pasted] = shlex.split(str(refusal.value).rpartition(": write ")[2])
-    config = compose_command(parse(folder, pasted)).config
-    assert path in (config.data.root, config.model.kwargs.get("file"))
+    assert compose_command(parse(folder, pasted)).config.data.root == path
 
 
-@pytest.mark.parametrize("scale", ["[35,100]", "[0.5,1.5]", "[2,3]"])
-def test_area_of_a_crop_above_1_is_refused(refuse: Refuse, scale: str) -> None:
-    assert "data.augment.scale=[" in refuse(f"data.augment.scale={scale}")
-    assert "1" in refuse(f"data.augment.scale={scale}", "data.augment.train_crop_mode=rrc")
+def test_area_of_a_crop_above_1_is_refused(refuse: Refuse) -> None:
+    assert "data.augment.scale=[" in refuse("data.augment.scale=[35,100]")
+    assert "1" in refuse("data.augment.scale=[0.5,1.5]", "data.augment.train_crop_mode=rrc")
     compose_command(parse("data.augment.scale=[0.8,1.25]", "data.augment.train_crop_mode=rkrc"))
 
 
-@pytest.mark.parametrize("shown", ["job", "all"])
-def test_cfg_names_mandatory_key_without_value(refuse: Refuse, shown: str) -> None:
-    assert "data.name=???" in refuse("data=timm", f"--cfg={shown}")
+def test_cfg_names_mandatory_key_without_value(refuse: Refuse) -> None:
+    assert "data.name=???" in refuse("data=timm", "--cfg=job")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
         ("epochs: 8", "epoch: 8", "train.epoch"),
-        ("seed: 42", "sede: 42", "sede"),
-        ("lr: 0.001", "lr: much", "optim.lr"),
         ("chdir: false", "chdirr: false", "hydra.job.chdirr"),
     ],
 )
@@ -527,13 +410,10 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
     assert named in refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("command", "named"),
     [
         ("parallel=ddp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
-        ("parallel=dp parallel.devices=4", ("parallel.devices=4", "2 CUDA device")),
-        ("parallel=single parallel.devices=2", ("parallel.devices=2", "single")),
         (
             "parallel=dp parallel.devices=2 parallel.device_ids=[0,2]",
             ("parallel.device_ids=[0, 2]", "0 to 1"),
@@ -560,9 +440,6 @@ def test_device_settings_that_two_gpus_cannot_satisfy_are_refused(
     ("variables", "named"),
     [
         ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE", "LOCAL_RANK", "torchrun")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "LOCAL_RANK", "torchrun")),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ("RANK=0", "LOCAL_RANK", "torchrun")),
-        ({"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "WORLD_SIZE")),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("RANK=0", "MASTER_ADDR")),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "one"}, ("RANK=one",)),
         ({**dict.fromkeys(NEEDED, "1"), "RANK": "²"}, ("RANK=²", "integer")),
@@ -581,96 +458,3 @@ def test_error_names_missing_or_invalid_rank_environment_variable(
         monkeypatch.setenv(name, value)
     line = refuse("model=tiny")
     assert [name for name in named if name not in line] == [], line
-
-
-def test_rank_environment_variables_are_accepted_when_complete_or_absent() -> None:
-    assert ranks_from_environment({}) is None
-    whole = {**dict.fromkeys(NEEDED, "2"), "RANK": "1", "LOCAL_RANK": "1"}
-    ranks = ranks_from_environment(whole)
-    assert ranks is not None
-    assert (ranks.rank, ranks.world_size, ranks.is_first) == (1, 2, False)
-
-
-# Valid and invalid values of each key, from which the test draws combinations. Each combination
-# must either give a config that can be saved and loaded, or be refused in one line.
-OVERRIDES = {
-    "model": ["tiny", "resnet18", "resnet81", "null"],
-    "data": ["digits", "synthetic", "folder", "foldr"],
-    "parallel": ["single", "dp", "ddp", "auto", "ddpp", "null"],
-    "optim": ["sgd", "adamw", "sgdd"],
-    "experiment": ["digits_vit", "null", "nope"],
-    "debug": ["fast", "null"],
-    "modle": ["tiny"],
-    "+model.kwargs.depth": ["2", "{a: 1}"],
-    "++model.name": ["vit_tiny_patch16_224", "resnet81", "null", "os.system", "[a]"],
-    "+train.epoch": ["3"],
-    "train.epochs": ["1", "0", "-1", "1.5", "nan", "''", "[1]", "null", "9999999999999999999999"],
-    "train.max_steps": ["1", "null", "0"],
-    "train.precision": ["bf16", "fp8", "null"],
-    "train.evaluate_every": ["0", "1", "-1"],
-    "train.early_stop": ["1", "null"],
-    "optim.lr": ["0.1", "nan", "inf", "-1", "abc", "${optim.min_lr}", "${nope}", "true"],
-    "optim.warmup_epochs": ["0", "1", "100", "nan"],
-    "optim.sched": ["none", "constant", "multistep", "cosin"],
-    "optim.decay_milestones": ["[1,2]", "[]", "[nan]", "3", "null"],
-    "optim.kwargs": ["{betas:[0.9,0.95]}", "null", "3"],
-    "data.batch_size": ["64", "63", "1", "0", "null", "many"],
-    "data.batch_size_per_device": ["3", "null", "0"],
-    "data.workers": ["0", "auto", "-1", "1.5", "many", "null"],
-    "data.augment.scale": ["[0.1,1]", "[1]", "[]", "[nan,1]", "[a,b]", "null", "3"],
-    "data.augment.mixup": ["0.2", "nan"],
-    "parallel.devices": ["1", "2", "3", "auto", "0", "-1", "two", "1.5", "true", "null"],
-    "parallel.threads_per_device": ["1", "auto", "0", "null"],
-    "parallel.device_ids": ["[0]", "[0,0]", "[a]", "null"],
-    "parallel.bucket_cap_mb": ["1", "0", "null"],
-    "parallel.accelerator": ["cpu", "auto", "cuda", "mps", "tpu"],
-    "parallel.backend": ["gloo", "nccl", "auto", "smoke"],
-    "seed": ["0", "-1", "null", "1.5"],
-    "tags": ["[a]", "a", "[1]", "null"],
-    "hydra.run.dir": ["x", "null"],
-    "+hydra.run.dirr": ["x"],
-    "hydra.launcher._target_": ["os.system"],
-    "++hydra.callbacks.x._target_": ["os.system"],
-}
-COMBINATIONS = st.lists(
-    st.sampled_from(sorted(OVERRIDES)).flatmap(
-        lambda key: st.sampled_from(OVERRIDES[key]).map(lambda v: f"{key}={v}")
-    ),
-    min_size=1,
-    max_size=5,
-    unique_by=lambda override: override.partition("=")[0],
-)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=20)
-@given(overrides=COMBINATIONS, cuda=st.integers(0, 2))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_overrides_resolve_or_are_refused_in_a_message_that_names_a_key(
-    overrides: list[str], cuda: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
-        patch.setattr(hardware, "visible_cuda_devices", lambda: fake_cuda(cuda))
-        try:
-            config = resolve(compose_command(parse(*overrides)).config)
-        except ValueError as error:
-            line = " ".join(str(error).split())
-            key = re.match(r"[+~]{0,2}([\w./]+)", line)
-            assert key, line
-            given_keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-            assert (
-                is_known(key.group(1))
-                or key.group(1) in given_keys
-                or key.group(1).startswith("hydra.")
-            ), line
-            return
-        assert "auto" not in (
-            config.parallel.strategy,
-            config.parallel.devices,
-            config.parallel.accelerator,
-            config.parallel.threads_per_device,
-            config.parallel.backend,
-        )
-        assert config.global_batch >= config.parallel.devices >= 1
-        save_config(config, Path(scratch))
-        assert dataclasses.asdict(load_config(Path(scratch))) == dataclasses.asdict(config)

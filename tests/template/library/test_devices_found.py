@@ -87,19 +87,10 @@ def composed(*words: str) -> Config:
 
 # Dictionary from the number of GPUs of a machine to the number that a run with a batch of 64 images
 # uses.
-USED = {
-    1: 1,
-    2: 2,
-    3: 2,
-    4: 4,
-    5: 4,
-    6: 4,
-    7: 4,
-    8: 8,
-}
+USED = {1: 1, 6: 4, 8: 8}
 
 
-@pytest.mark.parametrize("count", range(9))
+@pytest.mark.parametrize("count", [0, *USED])
 @pytest.mark.parametrize(
     "words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"]
 )
@@ -120,7 +111,7 @@ def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
     assert [line.startswith(start) for line in lines] == ([True] if count and used < count else [])
 
 
-@pytest.mark.parametrize("count", [0, 1, 6])
+@pytest.mark.parametrize("count", [1, 6])
 def test_train_py_reports_unused_gpus_and_starts_the_run(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,13 +125,14 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
     monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
     monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
     assert run_command(app) == 0
-    assert started[0].parallel.devices == {0: 1, 1: 1, 6: 4}[count]
+    assert started[0].parallel.devices == USED[count]
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
-@pytest.mark.parametrize(("devices", "is_printed"), [(2, False), (8, True)])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "is_printed"), [("ddp", 2, False), ("ddp", 8, True), ("dp", 8, True)]
+)
 def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
     strategy: str,
     devices: int,
@@ -196,8 +188,6 @@ def test_sweep_of_three_jobs_reports_unused_gpus_once(
         (96, 6, 6, None),
         (61, 4, 1, "60, 64"),
         (6, 8, 6, "8"),
-        (64, 7, 4, "63, 70"),
-        (66, 4, 3, "64, 68"),
     ],
 )
 def test_auto_devices_is_the_largest_count_that_divides_the_batch(
@@ -235,10 +225,7 @@ def test_explicit_device_settings_are_not_adjusted_to_batch_size(
     [
         (64, 0, None),
         (64, 1, "1,2"),
-        (64, 3, "1,2"),
         (64, 6, "1,2,4"),
-        (96, 6, "1,2,4,6"),
-        (64, 8, "1,2,4,8"),
         (None, 6, "1,2,4,6"),
     ],
 )
@@ -291,7 +278,7 @@ class FakeDriver:
 
     def cuGetErrorString(self, number: int, text: Any) -> int:
         texts = {3: b"initialization error", 100: b"no CUDA-capable device is detected"}
-        text._obj.value = {**texts, 804: b"forward compatibility was attempted"}[number]
+        text._obj.value = texts[number]
         return 0
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -356,7 +343,6 @@ def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(
     [
         (None, None, "libcuda.so.1 cannot be loaded"),
         (FakeDriver(init=100), None, "no CUDA-capable device is detected (100)"),
-        (FakeDriver(init=804), None, "forward compatibility was attempted (804)"),
         (FakeDriver(init=3), None, "initialization error (3): this process was forked"),
         (
             FakeDriver(),

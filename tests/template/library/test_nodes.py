@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from src.app import app
 from tests.template.runs import resolved
@@ -88,7 +89,6 @@ def test_process_is_no_rank_of_a_job_when_srun_did_not_start_several_tasks(
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
         ({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, "PMI_SIZE=4"),
         # In a Slurm allocation, mpirun itself starts one process per node with srun. So the
         # variables of srun are set too.
@@ -249,11 +249,6 @@ def test_node_inventory_lists_overrides_versions_of_libraries_and_code_files() -
             "8",
             ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)"),
         ),
-        (
-            "nonsense.key",
-            "3",
-            ("nonsense.key=(none) on node 0", "nonsense.key=3 on node 2 (host2)"),
-        ),
         ("torch", "1.0", (f"torch={TORCH} on node 0", "torch=1.0 on node 2")),
         ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
     ],
@@ -340,10 +335,7 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:
-        config.data.kwargs = {
-            "num_classes": {"num_classes": 9},
-            "num_samples": {"num_samples": 2047},
-        }.get(change, {})
+        config.data.kwargs = {"num_classes": 9} if change == "num_classes" else {}
     if change == "labels":
         shift_synthetic_labels(ranks.rank)
     strategy = build_strategy(config.parallel, ranks, store)
@@ -375,9 +367,7 @@ def shift_synthetic_labels(number: int) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ("", ""),
         ("num_classes", "class 9=class_9 on rank 0"),
-        ("num_samples", "train images=2048 on rank 0"),
         ("labels", "train names and labels="),
     ],
 )
@@ -386,8 +376,7 @@ def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
 ) -> None:
     first, second = in_ranks(_build_other_data, 2, change)
     assert first == second
-    assert part in first and bool(first) == bool(change)
-    assert not change or ("on rank 0 (" in first and "on rank 1 (" in first)
+    assert part in first and "on rank 0 (" in first and "on rank 1 (" in first
 
 
 STATE: dict[str, Any] = {
@@ -406,27 +395,21 @@ STATE: dict[str, Any] = {
 }
 
 
-def same(first: Any, other: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return (
-            first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
-        )
-    if isinstance(first, dict):
-        return list(first) == list(other) and all(same(first[key], other[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return type(first) is type(other) and all(
-            same(a, b) for a, b in zip(first, other, strict=True)
-        )
-    return bool(first == other)
-
-
 def _share(ranks: Ranks, store: Store) -> bool:
     from timm_parallel.parallel.build import build_strategy
 
     strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
     got = strategy.group.share_state(STATE if ranks.rank == 0 else None)
     strategy.close()
-    return same(STATE, got)
+    (values, tree), (expected, expected_tree) = tree_flatten(got), tree_flatten(STATE)
+    tensors = [value for value in expected if isinstance(value, torch.Tensor)]
+    assert tree == expected_tree and len(tensors) == 5
+    return all(
+        value.dtype == other.dtype and torch.equal(value, other)
+        if isinstance(other, torch.Tensor)
+        else value == other
+        for value, other in zip(values, expected, strict=True)
+    )
 
 
 @pytest.mark.processes
@@ -485,19 +468,15 @@ def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.processes
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("minutes", "steps"), [("1e-9", [1, 2, 3, 4]), ("1000", [4])])
-def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(
-    tmp_path: Any, minutes: str, steps: list[int]
-) -> None:
+def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(tmp_path: Path) -> None:
     overrides = (
         "train.epochs=1",
         "train.log_every=1",
         "data.batch_size=16",
-        f"checkpoint.every_minutes={minutes}",
+        "checkpoint.every_minutes=1000",
     )
     (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), overrides)
-    assert first == second == steps
+    assert first == second == [4]
 
 
 @pytest.mark.parametrize(("is_seen", "seconds"), [(True, 1234), (False, 300)])
@@ -569,7 +548,7 @@ def test_slurm_job_is_refused_when_another_job_has_locked_the_run_folder(
 
 @pytest.mark.parametrize(
     ("restarts", "saved", "code"),
-    [("0", "", 138), ("1", "", 1), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
+    [("0", "", 138), ("1", "step_4.pt", 138), ("1", "step_2.pt", 1)],
 )
 def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, saved: str, code: int
@@ -623,8 +602,6 @@ def test_slurm_time_limit_signal_before_the_ranks_start_sets_the_status_in_resul
     ("command", "variable", "is_refused"),
     [
         ("torchrun --nnodes=1:2 train.py", None, True),
-        ("torchrun --nnodes 1:2 --nproc-per-node 1 train.py", None, True),
-        ("python -m torch.distributed.run -nnodes 2 train.py", None, False),
         ("torchrun --nnodes=2:2 train.py", None, False),
         ("torchrun train.py", "1:4", True),
         ("torchrun --nnodes=2 train.py", "1:4", False),

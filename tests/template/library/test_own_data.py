@@ -236,7 +236,6 @@ def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Pat
         (["file,label,,", "a,1.png,x"], {}, "line 2: 3 values"),
         # Quotation marks that are not closed, or that one of a later row closes.
         (["file,label", "a.png,x", 'b.png,"y', "c.png,x"], {}, "line 3: "),
-        (["file,label", 'a.png,"x', 'b.png,"y"'], {}, "line 2: "),
         (["file,label", "", 'a.png,"x', 'b.png,y"', "c.png,x"], {}, "line 3: label"),
         (["file,label", "a.png,x", '"b.png,y', 'c.png",x'], {}, "line 3: file"),
         (["file,label,note", "a.png,x,", 'b.png,y,"n', "c.png,x,"], {}, "line 3: "),
@@ -244,9 +243,7 @@ def test_csv_group_column_puts_all_images_of_a_group_into_one_split(flowers: Pat
         (["file,label", "a.png,x\0"], {}, r"line 2: label: .*x00"),
         # Headers.
         (["file,label,split,label ", "a.png,x,,y"], {}, "line 1: .*label"),
-        (["file,file,label", "a.png,b.png,x"], {}, "line 1: .*file"),
         (["file;label", "a.png;x"], {}, "line 1: .*'file;label'"),
-        (["file\tlabel", "a.png\tx"], {}, r"line 1: .*'file\\tlabel'"),
     ],
 )
 def test_csv_dataset_error_names_the_invalid_column_line_value_or_file(
@@ -294,14 +291,13 @@ def test_split_keys_of_data_are_refused_when_they_conflict_or_have_no_effect(
     assert str(refusal.value).startswith(key)
 
 
-@pytest.mark.parametrize(
-    "lines", [["a.png,salt; pepper,train", "b.png,sugar,val", "c.png,sugar,train"]]
-)
 def test_csv_label_with_a_semicolon_is_one_class_unless_a_part_is_in_another_label(
-    tmp_path: Path, lines: list[str]
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "labels.csv"
-    path.write_text("\n".join(["file,label,split", *lines]))
+    path.write_text(
+        "file,label,split\na.png,salt; pepper,train\nb.png,sugar,val\nc.png,sugar,train"
+    )
     assert build_dataset(DataConfig(name="csv", root=str(path))).target_names == [
         "salt; pepper",
         "sugar",
@@ -323,14 +319,11 @@ def test_csv_rows_keep_their_values_in_common_dialects(tmp_path: Path) -> None:
     [
         (["tea|milk", "milk", "tea"], True),
         (["tea, milk", "milk, sugar"], True),
-        (["tea/milk", "milk"], True),
-        (["tea+milk", "milk"], True),
         (["tea\uff1bmilk", "milk"], True),
         (["tea milk", "milk", "tea", "tea sugar", "milk sugar", "sugar"], True),
         (["tea_milk", "milk", "tea"], True),
         (["['tea', 'milk']", "['milk']", "[]"], True),
         (["New York", "New Delhi", ""], False),
-        (["white oak", "red oak", "oak", ""], False),
         (["salt, pepper", "sugar", ""], False),
         (["tea|milk", "tea;sugar", "tea"], False),
     ],
@@ -436,17 +429,13 @@ def test_csv_lists_an_image_whose_name_is_not_utf8(flowers: Path, tmp_path: Path
     ("given", "columns"),
     [
         ("age", ["age"]),
-        (1999, ["1999"]),
         ([1999, "age"], ["1999", "age"]),
         ([False], ["false"]),
-        ([0.5], ["0.5"]),
         (None, ["label"]),
     ],
 )
 def test_targets_of_a_csv_are_read_as_text(flowers: Path, given: Any, columns: list[str]) -> None:
-    rows = rows_of(
-        flowers, **{name: lambda number: number for name in ("age", "1999", "false", "0.5")}
-    )
+    rows = rows_of(flowers, **{name: lambda number: number for name in ("age", "1999", "false")})
     path = write_csv(flowers / "numbers.csv", [{**row, "label": 1} for row in rows])
     config = DataConfig(name="csv", root=str(path), val_fraction=0.3, kwargs={"targets": given})
     check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
@@ -561,7 +550,7 @@ def test_csv_with_a_group_in_two_splits_is_refused_for_training_but_not_for_eval
         check_data(config)
 
 
-@pytest.mark.parametrize("spelling", ["{}", "./{}", "daisy/../{}"])
+@pytest.mark.parametrize("spelling", ["{}", "daisy/../{}"])
 def test_csv_with_a_file_in_two_splits_is_refused_for_training_but_not_for_evaluation(
     flowers: Path, spelling: str
 ) -> None:
@@ -586,23 +575,6 @@ def test_fold_numbers_that_pandas_wrote_as_floats_are_read_as_integers(flowers: 
     assert names_of(dataset.val) == {row["file"] for row in rows if row["fold"] == 10}
 
 
-folder_names = st.text("ab1 ._-", min_size=1, max_size=3).filter(
-    lambda name: name.strip() and set(name) != {"."}
-)
-
-
-@given(st.lists(folder_names, min_size=1, max_size=4), st.sampled_from(["", "../", "../../"]))
-def test_normalizing_csv_paths_does_not_change_the_split_of_a_path_that_is_already_normal(
-    parts: list[str], above: str
-) -> None:
-    """The split of an image is computed from its path relative to the CSV file. Earlier versions
-    did not normalize this path.
-    """
-    file = above + "/".join(parts)
-    folder = Path("/data/flowers")
-    assert path_key(file, str(folder)) == (folder / file).relative_to(folder).as_posix()
-
-
 @pytest.mark.parametrize(
     ("written", "key"),
     [
@@ -611,7 +583,6 @@ def test_normalizing_csv_paths_does_not_change_the_split_of_a_path_that_is_alrea
         ("x//b.jpg", "x/b.jpg"),
         ("/data/flowers/x/b.jpg", "x/b.jpg"),
         ("../flowers/x/b.jpg", "x/b.jpg"),
-        ("/data/flowers2/b.jpg", "/data/flowers2/b.jpg"),
         ("/mnt/other/../b.jpg", "/mnt/b.jpg"),
         ("../b.jpg", "../b.jpg"),
     ],
@@ -679,19 +650,14 @@ def test_dataset_fingerprint_ignores_the_split_but_changes_with_the_labels(flowe
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("data", ["folder", "csv"])
 @pytest.mark.slow(seconds=3)
-@pytest.mark.sample(2)
 def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
-    data: str, flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    root = flowers
-    if data == "csv":
-        root = write_csv(flowers / "all.csv", rows_of(flowers))
     words = (
         *SMALL,
-        f"data={data}",
-        f"data.root={root}",
+        "data=csv",
+        f"data.root={write_csv(flowers / 'all.csv', rows_of(flowers))}",
         "data.val_fraction=0.3",
         "data.test_fraction=0.2",
     )

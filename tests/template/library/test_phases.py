@@ -20,7 +20,6 @@ from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric, to_double
-from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.run import Training
 from timm_parallel.state import checkpoint
@@ -171,8 +170,16 @@ def assert_alike(one: Any, other: Any) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize("name", [name for name in SPREADS if name != "single"])
-@pytest.mark.parametrize("task", ["Plain", "Weighted", "Phases", "Noisy"])
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("Plain", "accumulated"),
+        ("Plain", "ddp"),
+        ("Weighted", "ddp_accumulated"),
+        ("Phases", "ddp_accumulated"),
+        ("Noisy", "ddp_accumulated"),
+    ],
+)
 def test_task_trains_alike_under_ddp_and_accumulation(task: str, name: str) -> None:
     assert_alike(spread(task, "single"), spread(task, name))
 
@@ -471,7 +478,7 @@ CLOSURE = (f"optim.opt={HERE}.Closure",)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize("name", ["single", "ddp_accumulated"])
 def test_optimizer_with_a_closure_trains_like_one_that_gets_gradients(name: str) -> None:
     """Every computation of the loss has the same batches, draws and dropout."""
     Closure.losses.clear()
@@ -529,13 +536,6 @@ def test_schedule_that_observes_evaluations_continues_after_a_resume(tmp_path: P
     assert schedule == parts["phases"]["train"]["schedule"]
     assert schedule["factor"] == 0.5**3 and len(schedule["observed"]) == 3
     assert all(torch.equal(tensor, parts["model"][name]) for name, tensor in whole["model"].items())
-
-
-def test_networks_are_reached_by_name_and_replaced_without_copies() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    networks = Networks({"model": first})
-    assert networks.model is first
-    assert networks.replace(model=second).model is second and networks.model is first
 
 
 # A config accepts only classes of the project.

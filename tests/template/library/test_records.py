@@ -14,9 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -154,14 +152,9 @@ def test_git_command_is_refused_in_one_line_when_git_is_not_installed(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize("hours", [-7, 30])
-def test_seconds_of_a_run_are_right_when_the_clock_is_changed_meanwhile(
-    tmp_path: Path, hours: int
-) -> None:
+def test_seconds_of_a_run_are_right_when_the_clock_is_changed_meanwhile(tmp_path: Path) -> None:
     change = tmp_path / "change_clock.py"
-    change.write_text(
-        f"import time\nreal = time.time\ntime.time = lambda: real() + 3600 * {hours}\n"
-    )
+    change.write_text("import time\nreal = time.time\ntime.time = lambda: real() - 7 * 3600\n")
     config = resolved("model=tiny", "data=synthetic", "parallel=single", "train.max_steps=2")
     folder = tmp_path / "run"
     job.prepare(config, folder)
@@ -212,13 +205,6 @@ def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folde
     }
 
 
-def test_run_folder_gets_a_numbered_name_when_the_folder_already_exists(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text("earlier")
-    assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
-    assert (tmp_path / "run" / "result.json").read_text() == "earlier"
-
-
 def test_run_folder_gets_a_numbered_name_when_a_file_has_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
@@ -252,20 +238,19 @@ def crash(*words: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
-@pytest.mark.parametrize("write", [write_json, write_text])
 def test_record_file_keeps_its_old_content_when_a_write_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Any], None], moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     path = tmp_path / "result.json"
-    write(path, "first")
+    write_json(path, "first")
     before = path.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(os, moment, crash)
         with pytest.raises(OSError, match="power"):
-            write(path, "second")
+            write_json(path, "second")
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
-    write(path, "second")
+    write_json(path, "second")
     assert path.read_text() != before
 
 
@@ -340,13 +325,10 @@ def test_nan_becomes_null_in_metrics_jsonl(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         (None, "no result.json"),
-        ("", "cannot be read as JSON"),
         ('{"status": "do', "cannot be read as JSON"),
         ("[]", "not of this project"),
-        ('"done"', "not of this project"),
         ('{"loss": 1}', "not of this project"),
         (json.dumps({"status": "done", "format": FORMAT + 1}), f"format {FORMAT + 1} is newer"),
-        (json.dumps({"status": "done", "format": "abc"}), "format"),
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
     ],
 )
@@ -391,12 +373,6 @@ def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
     assert (result.memory, result.objective, result.reason) == ([], None, "")
     (tmp_path / "result.json").write_text('{"status": "failed"}')
     assert read_result(tmp_path).status == "failed"
-
-
-def test_result_json_is_not_written_when_the_status_of_the_run_is_unknown(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        write_result(tmp_path, Result(status="wonderful"))
-    assert list(tmp_path.iterdir()) == []
 
 
 NUMBERS = st.none() | st.integers(0, 2**53) | st.floats(allow_nan=False, allow_infinity=False)
@@ -462,7 +438,7 @@ def test_metrics_jsonl_is_created_when_missing_and_extended_by_a_run_that_is_not
     assert logged(path) == [(1, 0.5), (2, 0.5)]
 
 
-@pytest.mark.parametrize("cut", range(1, 25))
+@pytest.mark.parametrize("cut", [1, 2, 24])
 def test_truncated_last_line_of_metrics_jsonl_is_removed_before_new_lines_are_written(
     tmp_path: Path, cut: int
 ) -> None:

@@ -5,7 +5,6 @@ or refuse to start.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from src.app import app
-from src.schema import Config, ResolvedConfig
+from src.schema import ResolvedConfig
 from src.tasks.classification import Classification
 from src.train.run import train
 from tests.template.runs import parts_of, resolved, start_run, take_steps
@@ -203,67 +202,13 @@ def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> Non
 
 # The next tests resume a run with changed settings of the optimizer.
 
-OPTIM: dict[str, tuple[str, ...]] = {
-    "opt": ("optim.opt=lamb",),
-    "lr": ("optim.lr=0.002",),
-    "weight_decay": ("optim.weight_decay=5.0",),
-    "momentum": ("optim.momentum=0.5",),
-    "layer_decay": ("optim.layer_decay=0.5",),
-    "head_lr_scale": ("optim.head_lr_scale=5",),
-    "clip_grad": ("optim.clip_grad=0.01",),
-    "clip_mode": ("optim.clip_grad=0.01", "optim.clip_mode=agc"),
-    "kwargs": ("+optim.kwargs.betas=[0.5,0.6]", "+optim.kwargs.eps=1e-4"),
-    "lr_rule": ("optim.lr_rule=linear",),
-    "lr_base_batch": ("optim.lr_rule=sqrt", "optim.lr_base_batch=3"),
-    "sched": ("optim.sched=tanh",),
-    "sched_kwargs": ("+optim.sched_kwargs.cycle_limit=2",),
-    "warmup_epochs": ("optim.warmup_epochs=2",),
-    "warmup_lr": ("optim.warmup_epochs=3", "optim.warmup_lr=0.005"),
-    "warmup_prefix": ("optim.warmup_epochs=1", "optim.warmup_prefix=false"),
-    "min_lr": ("optim.min_lr=0.004",),
-    "cooldown_epochs": ("optim.cooldown_epochs=1",),
-    "decay_epochs": ("optim.sched=step", "optim.decay_epochs=1"),
-    "decay_milestones": ("optim.sched=multistep", "optim.decay_milestones=[1,2]"),
-    "decay_rate": ("optim.sched=step", "optim.decay_epochs=1", "optim.decay_rate=0.5"),
-    "of": ("+optim.of.train.lr=0.002",),
-}
 
-
-@pytest.mark.slow(seconds=11)
-@pytest.mark.nightly
-def test_resume_with_a_changed_optim_key_trains_like_a_new_run_from_the_checkpoint(
-    stopped: Folders, data: Path, tmp_path: Path
-) -> None:
-    names = {
-        key.removeprefix("optim.") for key, _, _ in leaves(Config()) if key.startswith("optim.")
-    }
-    assert names == set(OPTIM), "a key of OptimConfig has no row in the table"
-    # Dictionary from overrides to the weights after one step with unchanged settings. A changed
-    # setting must give other weights.
-    unchanged: dict[tuple[str, ...], list[Any]] = {}
-    for name, overrides in OPTIM.items():
-        base: tuple[str, ...] = ("optim=sgd",) if name == "momentum" else ()
-        folder = stopped(5, *base)
-        config = config_of(data, *base, *overrides)
-        parts = start_run(config, folder).parts
-        expected = reference(config, contents_of(folder))
-        assert_trains_as(parts, expected, steps=1)
-        if base not in unchanged:
-            as_before = reference(config_of(data, *base), contents_of(folder))
-            step(as_before)
-            unchanged[base] = list(as_before.state.model.parameters())
-        same = all(map(torch.equal, parts.state.model.parameters(), unchanged[base]))
-        has_no_effect_here = name in ("cooldown_epochs", "warmup_epochs") and same
-        assert not same or has_no_effect_here, f"{name}: the change has no effect"
-
-
-@pytest.mark.parametrize("opt", ["adan", pytest.param("lamb", marks=pytest.mark.nightly)])
 @pytest.mark.slow(seconds=1)
 def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan(
-    stopped: Folders, data: Path, tmp_path: Path, opt: str
+    stopped: Folders, data: Path
 ) -> None:
-    folder = stopped(5, f"optim.opt={opt}")
-    config = config_of(data, f"optim.opt={opt}", "optim.layer_decay=0.5", "optim.weight_decay=0.5")
+    folder = stopped(5, "optim.opt=adan")
+    config = config_of(data, "optim.opt=adan", "optim.layer_decay=0.5", "optim.weight_decay=0.5")
     parts = start_run(config, folder).parts
     groups = parts.state.phases[0].optimizer.param_groups
     assert {int(group["step"]) for group in groups} == {5}
@@ -318,7 +263,6 @@ def test_resume_restores_an_optimizer_whose_step_needs_a_closure() -> None:
     [
         # The checkpoint is at step 5, in the second epoch of 4 steps.
         ("train.epochs=1", True),
-        ("train.epochs=2", False),
         ("train.max_steps=4", True),
         ("train.max_steps=5", False),
     ],
@@ -331,7 +275,7 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reach
         with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
             start_run(config, stopped(5))
     else:
-        assert start_run(config, stopped(5)).parts.total_steps in (5, 8)
+        assert start_run(config, stopped(5)).parts.total_steps == 5
 
 
 # The next tests resume a run with changed training images.
@@ -347,8 +291,6 @@ def changed_data(data: Path, to: Path, change: str) -> Path:
                 (train / name / f"{index}.png").unlink()
     elif change == "replace":
         (train / "ant" / "0.png").rename(train / "ant" / "9.png")
-    elif change == "add":
-        shutil.copyfile(train / "bee" / "0.png", train / "bee" / "new.png")
     elif change == "rename":
         for split in ("train", "val"):
             (to / split / "cat").rename(to / split / "aardvark")
@@ -362,11 +304,8 @@ def changed_data(data: Path, to: Path, change: str) -> Path:
     [
         ("remove", 5, "mid-epoch.*images: 24 -> 15.*steps_per_epoch: 4 -> 2"),
         ("replace", 5, "mid-epoch.*listing"),
-        ("add", 5, "mid-epoch.*images: 24 -> 25"),
-        ("rename", 5, "in the checkpoint: cat; only in the data: aardvark"),
         ("rename", 4, "in the checkpoint: cat; only in the data: aardvark"),
         ("remove", 4, None),
-        ("replace", 4, None),
         ("move", 5, None),
     ],
 )
@@ -477,61 +416,9 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 
 
 @pytest.mark.processes
-@pytest.mark.slow(seconds=7)
-def test_result_json_records_the_first_step_and_the_changed_keys_of_every_resume(
-    data: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    steps = [
-        (3, ()),
-        (6, ("optim.weight_decay=0.5",)),
-        (9, ("optim.lr=0.02", "optim.clip_grad=1.5")),
-    ]
-    started = []
-    folder.mkdir()
-    for last, overrides in steps:
-        config = config_of(data, f"train.max_steps={last}", *overrides)
-        prepare(config, folder)
-        ended = warm_ranks(config, folder)
-        assert not ended.exit_codes, (folder / "console.txt").read_text()
-        started.append(read_result(folder).started)
-    result = read_result(folder)
-    assert [segment["first_step"] for segment in result.segments] == [0, 3, 6]
-    changed = [segment["changed"] for segment in result.segments]
-    assert changed[0] == {}
-    assert changed[1] == {"train.max_steps": [3, 6], "optim.weight_decay": [0.05, 0.5]}
-    assert changed[2] == {
-        "train.max_steps": [6, 9],
-        "optim.weight_decay": [0.5, 0.05],
-        "optim.lr": [0.01, 0.02],
-        "optim.clip_grad": [None, 1.5],
-    }
-    assert len(set(started)) == 1 and result.started == result.segments[0]["started"]
-    assert all(segment["command"] and segment["devices"] == 1 for segment in result.segments)
-    log = (folder / "logs" / "rank_0.log").read_text()
-    for place in (log, (folder / "console.txt").read_text()):
-        assert place.count("resume: optim.weight_decay: 0.05 -> 0.5") == 1
-        assert place.count("resume: optim.lr: 0.01 -> 0.02") == 1
-        assert place.count("resume: optim.clip_grad: null -> 1.5") == 1
-    header = [
-        line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")
-    ]
-    assert [line.split(":")[0] for line in header[1:]] == [f"# step {first}" for first in (0, 3, 6)]
-    assert load_config(folder).optim.lr == 0.02
-    record_end(load_config(folder), folder, "interrupted", "stopped")
-    assert read_result(folder).segments == json.loads(json.dumps(result.segments)), (
-        "the segments of an interrupted run differ"
-    )
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "spread", [("parallel=single",), ("parallel=ddp", "parallel.devices=2")], ids=["single", "ddp"]
-)
 @pytest.mark.slow(seconds=6)
-@pytest.mark.sample(2)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: tuple[str, ...]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Call the main function of train.py. The ranks are forked from a warm server, which saves
     the time of their imports.
@@ -554,14 +441,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
             if path.suffix in (".yaml", ".pt", ".json")
         }
 
-    overrides = (
-        *SETTINGS,
-        "model=tiny",
-        f"data.root={root}",
-        "parallel.threads_per_device=1",
-        *spread,
-    )
-    overrides = tuple({text.partition("=")[0]: text for text in overrides}.values())
+    overrides = (*SETTINGS, "model=tiny", f"data.root={root}", "parallel.threads_per_device=1")
     assert main(*overrides, f"hydra.run.dir={folder}", "train.max_steps=4") == 0
     before, more = records(), "train.max_steps=6"
     assert main(f"resume={folder}", "optim=sgd", more) == 2
@@ -574,7 +454,6 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
     groups = contents_of(folder)["phases"]["train"]["optimizer"]["param_groups"]
     assert len({group["lr_scale"] for group in groups}) == 4
-    assert read_result(folder).segments[-1]["changed"]["optim.layer_decay"] == [None, 0.5]
     assert (
         main(
             f"resume={folder}",
@@ -586,8 +465,27 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
         == 0
     )
     assert contents_of(folder)["phases"]["train"]["optimizer"]["kind"] == "SGD"
-    assert "AdamW -> SGD" in (folder / "logs" / "rank_0.log").read_text()
-    assert (read_result(folder).steps, len(read_result(folder).segments)) == (8, 3)
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert "AdamW -> SGD" in log
+    for text in (log, (folder / "console.txt").read_text()):
+        assert text.count("resume: optim.layer_decay: null -> 0.5") == 1
+    result = read_result(folder)
+    first, second, third = result.segments
+    assert (result.steps, result.started) == (8, first["started"])
+    assert [segment["first_step"] for segment in result.segments] == [0, 4, 6]
+    assert all(segment["command"] and segment["devices"] == 1 for segment in result.segments)
+    assert first["changed"] == {}
+    assert second["changed"] == {"train.max_steps": [4, 6], "optim.layer_decay": [None, 0.5]}
+    assert third["changed"]["train.max_steps"] == [6, 8]
+    assert third["changed"]["optim.layer_decay"] == [0.5, None]
+    header = [
+        line for line in (folder / "config.yaml").read_text().splitlines() if line.startswith("#")
+    ]
+    assert [line.split(":")[0] for line in header[1:]] == ["# step 0", "# step 4", "# step 6"]
+    record_end(load_config(folder), folder, "interrupted", "stopped")
+    assert read_result(folder).segments == result.segments, (
+        "the segments of an interrupted run differ"
+    )
 
 
 # The next tests resume runs with random changes of settings and data.
@@ -596,24 +494,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (7,),
     "resume_strict": (True, False),
     "model.ema.decay": (0.9,),
-    "model.ema.warmup": (False,),
     "model.kwargs": (
         {"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 8, "drop_rate": 0.5},
         {"depth": 1},
     ),
-    "model.grad_checkpointing": (True,),
-    "model.channels_last": (True,),
     "data.batch_size": (3, 12),
-    "data.image_size": (24,),
     "data.limit_train": (18, 24),
     "data.augment.scale": ([0.5, 1.0],),
     "data.augment.hflip": (0.5,),
     "data.augment.mixup": (0.2,),
-    "data.augment.aug_repeats": (2,),
-    "data.augment.aa": ("rand-m5-mstd0.5",),
-    "data.augment.crop_padding": (2,),
-    "data.mean": ([0.3, 0.4, 0.5],),
-    "data.std": ([0.2, 0.2, 0.3],),
     "data.on_error": ("skip",),
     "optim.opt": ("momentum", "lamb", "lion", "rmsprop"),
     "optim.lr": (0.001, 0.1),
@@ -649,91 +538,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.metric": ("val/loss", "val/acc_ema"),
     "checkpoint.every_steps": (2,),
 }
-# The random resume test does not change these keys. Some are keys of the model and data that a
-# resume ignores or refuses. Others concern duration, evaluation or records. Keys of devices are
-# tested in tests/template/library/promises/test_resume.py.
-NOT_DRAWN = (
-    # The arguments depend on train.loss, which is drawn too: huber has `delta`, bce `sum_classes`.
-    "train.loss_kwargs",
-    *(
-        "model.name",
-        "model.pretrained",
-        "model.weights",
-        "model.num_classes",
-        "model.in_chans",
-        "model.compile",
-    ),
-    *(
-        "model.weights_strict",
-        "train.task",
-        "data.val_fraction",
-        "data.test_fraction",
-        "data.group_pattern",
-        "data.fold",
-    ),
-    *(
-        "tracker.",
-        "model.sync_bn",
-        "data.name",
-        "data.root",
-        "data.batch_size_per_device",
-        "data.eval_image_size",
-        "data.crop_pct",
-    ),
-    *(
-        "data.interpolation",
-        "data.workers",
-        "data.max_value",
-        "data.replay_batches",
-        "data.kwargs",
-        "data.augment.ratio",
-        "data.augment.interpolation",
-    ),
-    *(
-        "data.augment.color_jitter",
-        "data.augment.reprob",
-        "data.augment.remode",
-        "data.augment.recount",
-    ),
-    *(
-        "data.augment.cutmix",
-        "data.augment.mixup_",
-        "data.augment.vflip",
-        "data.augment.train_crop_mode",
-    ),
-    *(
-        "data.augment.grayscale_prob",
-        "data.augment.gaussian_blur_prob",
-        "optim.clip_mode",
-        "parallel.",
-        "train.max_steps",
-    ),
-    *(
-        "train.deterministic",
-        "train.loop",
-        "train.evaluate_every",
-        "train.target_loss",
-        "train.bce_target_thresh",
-    ),
-    *(
-        "train.profile_steps",
-        "checkpoint.every_minutes",
-        "checkpoint.keep",
-        "checkpoint.top",
-        "cluster.",
-        "sweep.",
-    ),
-    *("search.", "paths."),
-    *("task_name", "tags", "resume", "optimized_metric", "print_config"),
-)
-
-
-def test_every_config_key_is_either_changed_by_the_random_resume_test_or_excluded() -> None:
-    known = {key for key, _, _ in leaves(Config())}
-    assert set(VALUES) <= known
-    assert [key for key in known - set(VALUES) if not key.startswith(NOT_DRAWN)] == []
-
-
 # Draw keys of the optimizer and of checkpoints more often, because a resume may change them. Most
 # other keys end the random example early, because the resume is refused.
 OFTEN = sorted(
@@ -742,9 +546,7 @@ OFTEN = sorted(
 CHANGES = st.dictionaries(
     st.sampled_from([*sorted(VALUES), *OFTEN, *OFTEN, *OFTEN]), st.integers(0, 6), max_size=4
 )
-DATA = st.sampled_from(
-    ["none", "none", "none", "move", "move", "remove", "replace", "add", "rename"]
-)
+DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "replace", "rename"])
 
 
 @pytest.fixture(scope="module")
@@ -753,7 +555,7 @@ def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     base = tmp_path_factory.mktemp("changed")
     return {"none": data} | {
         change: changed_data(data, base / change, change)
-        for change in ("remove", "replace", "add", "rename", "move")
+        for change in ("remove", "replace", "rename", "move")
     }
 
 

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
@@ -31,7 +30,6 @@ from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.machine.seeds import seed_for
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
@@ -65,31 +63,6 @@ def samplers(num_samples: int, batch: int, world: int, seed: int, epoch: int) ->
     for sampler in made:
         sampler.start_at(epoch)
     return made
-
-
-@given(epochs())
-def test_train_sampler_gives_each_rank_the_same_images_as_torch_distributed_sampler(
-    drawn: tuple[int, int, int, int, int],
-) -> None:
-    """DistributedSampler adds seed and epoch, so two seeds would share orders of images. The
-    test therefore passes to DistributedSampler the seed that TrainSampler computes from seed
-    and epoch.
-    """
-    num_samples, batch, world, seed, epoch = drawn
-    # DistributedSampler drops images per rank. Use a number of samples that fills all global
-    # batches, so that neither sampler drops any.
-    full = num_samples // batch * batch
-    for rank, shard in enumerate(samplers(full, batch, world, seed, epoch)):
-        mixed = seed_for(seed, epoch)
-        theirs: DistributedSampler[int] = DistributedSampler(
-            range(full),  # type: ignore[arg-type]
-            world,
-            rank,
-            shuffle=True,
-            seed=mixed,
-            drop_last=True,
-        )
-        assert shard.shard().tolist() == list(theirs)
 
 
 @given(epochs())
@@ -181,7 +154,7 @@ def test_eval_sampler_refuses_a_split_without_images() -> None:
         EvalSampler(0, 8, 0, 1)
 
 
-def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> dict[int, Tensor]:
+def images_by_index(world: int, epoch: int, seed: int) -> dict[int, Tensor]:
     """Collect the augmented images of one epoch from all ranks. Return a dictionary from index
     to image.
     """
@@ -196,7 +169,7 @@ def images_by_index(world: int, epoch: int, num_workers: int, seed: int = 7) -> 
         fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
         prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-        loader = train_loader_of(fetcher, sampler, prefetcher, num_workers)
+        loader = train_loader_of(fetcher, sampler, prefetcher, 0)
         batches = loader.epoch(epoch)
         for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
             assert batch.indices.tolist() == indices
@@ -210,29 +183,22 @@ def _indices(sampler: TrainSampler, epoch: int) -> list[list[int]]:
     return [index_batch.indices.tolist() for index_batch in sampler]
 
 
-def _digests(ranks: Ranks, store: Any, *arguments: Any) -> dict[int, bytes]:
-    return {index: image.numpy().tobytes() for index, image in images_by_index(*arguments).items()}
+def digests(world: int, epoch: int, seed: int = 7) -> dict[int, bytes]:
+    images = images_by_index(world, epoch, seed)
+    return {index: image.numpy().tobytes() for index, image in images.items()}
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_augmented_images_are_equal_with_0_1_and_2_loader_workers() -> None:
-    alone = _digests(Ranks(), None, 1, 3, 0)
+def test_augmented_images_are_equal_on_1_2_and_3_ranks() -> None:
+    alone = digests(1, 3)
     assert len(alone) == 12
-    for num_workers in (1, 2):
-        assert in_ranks(_digests, 1, 1, 3, num_workers) == [alone]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_augmented_images_are_equal_on_1_2_and_3_ranks(world: int) -> None:
-    assert _digests(Ranks(), None, world, 3, 0) == _digests(Ranks(), None, 1, 3, 0)
+    for world in (2, 3):
+        assert digests(world, 3) == alone
 
 
 def test_augmented_images_differ_between_epochs_and_seeds() -> None:
-    first = _digests(Ranks(), None, 1, 0, 0)
-    assert _digests(Ranks(), None, 1, 0, 0) == first
-    for other in (_digests(Ranks(), None, 1, 1, 0), _digests(Ranks(), None, 1, 0, 0, 8)):
+    first = digests(1, 0)
+    assert digests(1, 0) == first
+    for other in (digests(1, 1), digests(1, 0, seed=8)):
         assert sum(other[index] == image for index, image in first.items()) <= 1
 
 
@@ -247,13 +213,7 @@ def test_augmentation_of_an_image_does_not_depend_on_earlier_random_numbers() ->
     assert torch.equal(fetcher.read(IndexBatch(0, np.array([4, 5])))[0]["image"][1], first)
 
 
-@pytest.mark.parametrize(
-    "num_workers", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.processes])]
-)
-@pytest.mark.nightly
-def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank_count(
-    num_workers: int,
-) -> None:
+def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank_count() -> None:
     """With aug_repeats, each copy of an image must get different boxes. There is no transform
     here, so the images of a batch are rows of one tensor.
     """
@@ -266,7 +226,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank
             fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
             prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-            batches = train_loader_of(fetcher, sampler, prefetcher, num_workers).epoch(epoch)
+            batches = train_loader_of(fetcher, sampler, prefetcher, 0).epoch(epoch)
             for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
                 images.update(zip(indices, batch.image, strict=True))
         erased.append(images)
@@ -405,8 +365,7 @@ def stream_loader(split: Any, rank: int = 0, world: int = 1, **options: Any) -> 
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("epoch", "first"), [(0, 0), (1, 0), (1, 2)])
+@pytest.mark.parametrize(("world", "epoch", "first"), [(1, 1, 0), (3, 0, 0), (3, 1, 2)])
 def test_ranks_read_each_sample_of_a_stream_once_and_in_order(
     world: int, epoch: int, first: int
 ) -> None:
@@ -560,7 +519,7 @@ def sampler(rank: int, world_size: int, balance: float) -> TrainSampler:
 
 @pytest.mark.parametrize(
     ("balance", "shares"),
-    [(0.0, (0.9, 0.09, 0.01)), (0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)],
+    [(0.5, (0.7063, 0.2234, 0.0745)), (1.0, (1 / 3,) * 3)],
 )
 def test_data_balance_draws_each_class_in_proportion_to_a_power_of_its_size(
     balance: float, shares: tuple[float, ...]
@@ -576,22 +535,20 @@ def test_data_balance_draws_each_class_in_proportion_to_a_power_of_its_size(
         assert abs(drawn[label] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_balanced_sampler_draws_the_same_images_in_total_on_1_2_and_4_ranks(
-    world_size: int,
-) -> None:
+def test_balanced_sampler_draws_the_same_images_in_total_on_1_2_and_4_ranks() -> None:
     whole = sampler(0, 1, 1.0)
     whole.start_at(5)
     drawn = whole.shard().tolist()
     assert len(set(drawn)) == len(drawn) == 1000, (
         "expected distinct numbers, because two draws of an image need different augmentations"
     )
-    shards: list[Tensor] = []
-    for rank in range(world_size):
-        own = sampler(rank, world_size, 1.0)
-        own.start_at(5)
-        shards.append(own.shard())
-    assert torch.stack(shards, 1).flatten().tolist() == drawn
+    for world_size in (2, 4):
+        shards = []
+        for rank in range(world_size):
+            own = sampler(rank, world_size, 1.0)
+            own.start_at(5)
+            shards.append(own.shard())
+        assert torch.stack(shards, 1).flatten().tolist() == drawn
 
 
 def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class() -> None:
@@ -601,7 +558,7 @@ def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class()
 
 @pytest.mark.parametrize(
     ("images", "batch_size", "accumulate", "batches"),
-    [(100, 10, 1, 10), (109, 10, 1, 10), (100, 10, 3, 9), (119, 10, 4, 8), (40, 10, 4, 4)],
+    [(109, 10, 1, 10), (100, 10, 3, 9), (119, 10, 4, 8)],
 )
 def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
     images: int, batch_size: int, accumulate: int, batches: int
@@ -613,15 +570,8 @@ def test_batches_per_epoch_excludes_partial_batches_and_partial_optimizer_steps(
     ("values", "dtype", "is_refused"),
     [
         ((0, 1), torch.float32, True),
-        ((-1, 1), torch.float64, True),
-        ((-2.2, 2.7), torch.float16, True),
         ((0, 255), torch.float32, False),
-        ((0, 0), torch.float32, False),
-        ((0, 4095), torch.float32, True),
-        ((0, 40000), torch.uint16, True),
         ((-300, 1200), torch.int16, True),
-        ((-900, -3), torch.float32, True),
-        ((0, 1), torch.bool, True),
         ((0, 255), torch.int64, False),
         ((0, 1), torch.uint8, False),
     ],

@@ -24,10 +24,9 @@ from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.nightly]
 
 
-@pytest.mark.nightly
 def test_sweep_run_as_slurm_array_completes_when_a_node_is_lost(jobs: Jobs, train: Train) -> None:
     folder = train.base / "sweep"
     words = (*ARRAY.split()[2:], *LONG)
@@ -43,7 +42,6 @@ def test_sweep_run_as_slurm_array_completes_when_a_node_is_lost(jobs: Jobs, trai
     assert all(read_result(folder / str(job)).status == "done" for job in range(4))
 
 
-@pytest.mark.nightly
 def test_killed_slurm_search_does_not_resubmit_its_running_trials_when_resumed(
     jobs: Jobs, train: Train
 ) -> None:

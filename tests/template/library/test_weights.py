@@ -4,7 +4,6 @@ than the head of the model random.
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import pickle
@@ -54,9 +53,14 @@ def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> 
 
 
 @pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+    ("form", "prefix"),
+    [
+        ("safetensors", "module."),
+        ("bare", "_orig_mod."),
+        ("state_dict", "module._orig_mod."),
+        ("model", ""),
+    ],
 )
-@pytest.mark.parametrize("form", ["safetensors", "bare", "state_dict", "model"])
 def test_model_weights_load_from_safetensors_and_pt_files_with_wrapper_prefixes(
     tmp_path: Path, prefix: str, form: str
 ) -> None:
@@ -71,13 +75,6 @@ def test_model_weights_load_from_safetensors_and_pt_files_with_wrapper_prefixes(
     assert not is_equal(fresh, state)
     load_weights(fresh, path, DIGITS)
     assert is_equal(fresh, state)
-
-
-def test_model_weights_load_from_the_checkpoint_of_a_run(finished_run: Finished) -> None:
-    path = finished_run.folder / "checkpoints" / "last.pt"
-    fresh = model(in_chans=1)
-    load_weights(fresh, path, DIGITS)
-    assert is_equal(fresh, torch.load(path, weights_only=True)["model"])
 
 
 @pytest.mark.parametrize(
@@ -143,12 +140,11 @@ def unsafe() -> Any:
             lambda: model(embed_dim=24).state_dict(),
             r"cls_token is \[1, 1, 24\] .*\[1, 1, 48\] .*model\.kwargs",
         ),
-        (lambda: {}, "contains no tensors|not readable"),
         (lambda: {"epoch": 3}, "contains no tensors|not readable"),
         (lambda: torch.zeros(3), "contains no tensors|not readable"),
         (unsafe, "Python objects besides tensors"),
     ],
-    ids=["architecture", "width", "empty", "numbers", "tensor", "unsafe"],
+    ids=["architecture", "width", "numbers", "tensor", "unsafe"],
 )
 def test_model_weights_error_is_one_line_when_a_file_has_no_usable_weights(
     tmp_path: Path, contents: Any, message: str
@@ -219,8 +215,6 @@ def test_only_the_last_linear_layer_of_a_custom_model_may_differ_from_the_weight
     ("name", "pixels", "channels", "classes"),
     [
         ("vit_tiny_patch16_224", (224, 384), (3, 3), (10, 10)),
-        ("vit_tiny_patch16_224", (224, 224), (3, 1), (10, 5)),
-        ("test_resnet", (None, None), (3, 1), (10, 10)),
         ("test_convnext", (None, None), (1, 4), (10, 7)),
         ("swin_tiny_patch4_window7_224", (224, 384), (3, 1), (10, 10)),
     ],
@@ -271,15 +265,6 @@ def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_fil
         assert torch.equal(tensor, state[name] if name in state else fresh[name]), name
 
 
-def test_weights_of_a_different_architecture_are_refused_even_with_weights_strict_false(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(another_architecture(), path)
-    with pytest.raises(ValueError, match=r"152|tensors would stay random"):
-        load_weights(model(), path, DIGITS, strict=False)
-
-
 def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of timm's ViT with registers to the names in facebookresearch/dinov2.
     Such a file has no head, but has a mask token.
@@ -291,36 +276,12 @@ def as_dinov2_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed | {"mask_token": torch.zeros(1, 24)}
 
 
-def as_beit_file(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Store the tensors as microsoft/unilm does. They are below the key `model`, and each block
-    has a relative position index.
-    """
-    index = {f"blocks.{block}.attn.relative_position_index": torch.zeros(1) for block in (0, 1)}
-    return {"model": state | index}
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "original"),
-    [
-        (
-            "vit_small_patch14_reg4_dinov2",
-            {"embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28},
-            as_dinov2_file,
-        ),
-        (
-            "beit_base_patch16_224",
-            {"embed_dim": 24, "depth": 2, "num_heads": 2, "img_size": 32},
-            as_beit_file,
-        ),
-    ],
-)
-def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(
-    tmp_path: Path, name: str, kwargs: Any, original: Any
-) -> None:
-    path = tmp_path / "original.pth"
+def test_original_dinov2_and_beit_checkpoints_load_into_timm_models(tmp_path: Path) -> None:
+    name, path = "vit_small_patch14_reg4_dinov2", tmp_path / "original.pth"
+    kwargs: dict[str, Any] = {"embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28}
     torch.manual_seed(0)
     state = timm.create_model(name, num_classes=5, **kwargs).state_dict()
-    torch.save(original(state), path)
+    torch.save(as_dinov2_file(state), path)
     built = build_model(
         ModelConfig(name=name, weights=str(path), kwargs=kwargs), 5, 3, None, torch.device("cpu")
     )
@@ -348,8 +309,7 @@ def test_model_weights_load_from_a_checkpoint_that_timm_train_py_saved(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix"),
-    [("model_state_dict", ""), ("state_dict", "model."), ("state_dict", "net._orig_mod.")],
+    ("key", "prefix"), [("model_state_dict", ""), ("state_dict", "net._orig_mod.")]
 )
 def test_model_weights_load_from_pytorch_tutorial_and_lightning_checkpoints(
     tmp_path: Path, key: str, prefix: str
@@ -418,7 +378,6 @@ def head_of(model: Any) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("for_evaluation", [False, True])
 @pytest.mark.parametrize(
     ("more", "order"),
     [
@@ -440,12 +399,12 @@ def head_of(model: Any) -> Tensor:
     ids=["timm", "class_to_idx", "classes", "equal", "number to name", "list", "below", "options"],
 )
 def test_head_follows_the_class_order_of_the_program_that_wrote_the_weights(
-    tmp_path: Path, more: dict[str, Any], order: list[str], for_evaluation: bool
+    tmp_path: Path, more: dict[str, Any], order: list[str]
 ) -> None:
     state = model(num_classes=3, seed=1).state_dict()
     torch.save({"state_dict": state, **more}, tmp_path / "last.pth")
     fresh = model(num_classes=3, seed=2)
-    load_weights(fresh, tmp_path / "last.pth", MIXED, for_evaluation)
+    load_weights(fresh, tmp_path / "last.pth", MIXED, for_evaluation=True)
     rows = [order.index(name) for name in MIXED]
     assert torch.equal(head_of(fresh), state["head.weight"][rows])
     assert torch.equal(fresh.state_dict()["head.bias"], state["head.bias"][rows])
@@ -493,8 +452,9 @@ def test_class_names_of_safetensors_come_from_config_json_in_its_folder(
     assert torch.equal(head_of(fresh), state["head.weight"][[2, 1, 0]])
 
 
-@pytest.mark.parametrize("prefix", ["encoder.", "timm_model.", "lit.net._orig_mod."])
-@pytest.mark.parametrize("key", [None, "net", "ema_weights"])
+@pytest.mark.parametrize(
+    ("key", "prefix"), [(None, "encoder."), ("net", "timm_model."), ("ema_weights", "lit.net.")]
+)
 def test_weights_load_with_any_one_prefix_and_below_any_one_key(
     tmp_path: Path, prefix: str, key: str | None
 ) -> None:
@@ -523,12 +483,10 @@ def test_error_names_the_keys_or_prefixes_when_a_file_has_the_weights_of_several
     ("value", "name"),
     [
         (np.float32(0.7), "numpy"),
-        (Path("runs"), "pathlib"),
-        (collections.defaultdict(list), "collections.defaultdict"),
         (OmegaConf.create({"lr": 0.1}), "omegaconf"),
         (functools.partial(print, 1), "functools.partial"),
     ],
-    ids=["numpy", "path", "defaultdict", "omegaconf", "partial"],
+    ids=["numpy", "omegaconf", "partial"],
 )
 def test_error_names_the_class_of_an_object_in_a_weights_file_and_a_command_that_removes_it(
     tmp_path: Path, value: object, name: str
@@ -547,8 +505,9 @@ def test_error_names_the_class_of_an_object_in_a_weights_file_and_a_command_that
     assert is_equal(fresh, state)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("for_evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("value", "for_evaluation"), [(float("nan"), False), (-float("inf"), True)]
+)
 def test_weights_that_are_not_finite_are_refused_by_file_and_tensor(
     tmp_path: Path, value: float, for_evaluation: bool
 ) -> None:

@@ -5,6 +5,7 @@ reading. A run loads the newest valid checkpoint.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import resource
@@ -121,8 +122,14 @@ def test_checkpoint_with_a_flipped_bit_is_refused_by_the_checksum_in_the_json_si
         assert step_in(folder / "last.pt") == 3
 
 
-@pytest.mark.parametrize("part", [("model",), ("averages", "ema"), ("networks", "loss")])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        (("model",), math.nan),
+        (("averages", "ema"), -math.inf),
+        (("networks", "loss"), math.nan),
+    ],
+)
 def test_checkpoint_with_a_weight_that_is_not_finite_is_never_loaded(
     tmp_path: Path, part: tuple[str, ...], value: float
 ) -> None:
@@ -158,7 +165,7 @@ def test_death_of_a_loader_worker_during_a_save_is_not_reported_as_a_failed_writ
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [0, 100, 0.999])
 def test_checkpoint_load_error_names_the_truncated_file(
     good: Path, tmp_path: Path, keep: float
 ) -> None:
@@ -247,8 +254,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     train: Train, small_disk: Path, strategy: str
 ) -> None:

@@ -109,12 +109,6 @@ OF_ALLOCATOR = (
             RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
             "cuda:5",
         ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            "cuda:5",
-        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "cpu"),
         (
             RuntimeError(
@@ -277,14 +271,13 @@ time.sleep(600)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_child_process_that_ignores_sigterm_or_sigint_is_ended_by_sigkill(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
-    command = [sys.executable, "-c", DEAF, str(int(number))]
+    command = [sys.executable, "-c", DEAF, str(int(signal.SIGINT))]
     ended = supervisor._run_child(command, resolved("parallel=single").parallel)
-    assert (ended.signal, ended.exit_codes) == (number, {0: -signal.SIGKILL})
+    assert (ended.signal, ended.exit_codes) == (signal.SIGINT, {0: -signal.SIGKILL})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from timm_parallel.machine.lock import is_locked, lock_folder
-from timm_parallel.testing.commands import Train
 
 
 def _hold(folder: Path, answers: Any) -> None:
@@ -133,19 +132,3 @@ def test_folder_lock_warns_when_the_file_system_does_not_support_locks(
         (tmp_path / "result.json").write_text("{}")
     assert "this file system has no locks" in caplog.text
     assert not is_locked(tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_resume_is_refused_while_the_run_is_active(train: Train) -> None:
-    running = train.start("parallel=single", "train.epochs=1000", "train.log_every=1")
-    running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
-    before = {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()}
-    second = train(f"resume={running.folder}", defaults=False, folder=running.folder)
-    assert second.returncode == 2
-    assert len(second.stderr.splitlines()) == 1 and "in use by process" in second.stderr, (
-        second.output
-    )
-    assert {path: path.stat().st_mtime for path in (running.folder / ".hydra").iterdir()} == before
-    assert running.signal(signal.SIGTERM).returncode == 128 + signal.SIGTERM

@@ -77,19 +77,15 @@ FAULTS = {
 # Faults that the launcher sees as an exit code, a signal or a rank that does not end. They are
 # tested with a real launcher.
 COMMANDS = [
-    ("python", "dp", 2, "raises"),
     *(
         ("python", "ddp", 2, name)
-        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
+        for name in ("killed", "raises", "leaves_with_0", "stalls", "stopped")
     ),
+    ("python", "dp", 2, "raises"),
     *(("torchrun", "ddp", 2, name) for name in ("raises", "killed", "leaves_with_0", "stalls")),
-    *(
-        ("python", "fsdp", 2, name)
-        for name in ("raises", "killed", "leaves_with_0", "stalls", "stopped")
-    ),
-    *(("torchrun", "fsdp", 2, name) for name in ("killed", "stalls")),
+    *(("python", "fsdp", 2, name) for name in ("killed", "stalls")),
     ("python", "ddp", 1, "leaves_with_0"),
-    *(("python", "single", 1, name) for name in ("killed", "leaves_with_0", "stalls")),
+    *(("python", "single", 1, name) for name in ("killed", "stalls")),
 ]
 # Faults that look equal to every launcher, because only the code inside the rank differs. They are
 # tested in forked ranks, which is faster.
@@ -102,11 +98,7 @@ WARM = [
         ("ddp", 2, name)
         for name in ("stalls_reading", "stalls_evaluating", "stalls_saving", "spins", "all_stall")
     ),
-    *(
-        ("fsdp", 2, name)
-        for name in ("raises_in_evaluation", "no_memory", "crashes", "stalls_evaluating")
-    ),
-    *(("fsdp", 2, name) for name in ("stalls_reading", "stalls_saving", "spins", "all_stall")),
+    *(("fsdp", 2, name) for name in ("crashes", "stalls_saving")),
     *(("ddp", 1, name) for name in ("raises", "stalls")),
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
@@ -235,20 +227,16 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "strategy"), [("python", "ddp"), ("python", "fsdp"), ("torchrun", "ddp")]
-)
-@pytest.mark.sample(3)
+@pytest.mark.parametrize("form", ["python", "torchrun"])
+@pytest.mark.sample(2)
 def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
-    train: Train, form: str, strategy: str
+    train: Train, form: str
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
         # torchrun reads PET_MAX_RESTARTS as its option --max-restarts.
         train.environment["PET_MAX_RESTARTS"] = "1"
-    run = run_with(
-        train, FAULTS["killed"], form, strategy, 2, "checkpoint.every_steps=2", *restarts
-    )
+    run = run_with(train, FAULTS["killed"], form, "ddp", 2, "checkpoint.every_steps=2", *restarts)
     assert (run.code, run.result.steps) == (0, 12), run.stderr
     steps = [
         line["step"] for line in read_lines(run.folder / "metrics.jsonl") if "train/loss" in line

@@ -8,7 +8,6 @@ import ast
 import os
 import pickle
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,28 +58,21 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 FACTORY = (
     "hydra: {job_logging: {handlers: {x: {'()': evil_package.Handler}}, root: {handlers: [x]}}}"
 )
-MODES = (("-m",), ("--help",), ("--cfg", "all"), ("--info", "config"), ("--hydra-help",))
+MODES = (("-m",), ("--cfg", "all"), ("--info", "config"))
 FILES = [
     FACTORY,
-    "hydra: {job_logging: {handlers: {x: {class: evil_package.Handler}}, root: {handlers: [x]}}}",
     "hydra: {hydra_logging: {formatters: {x: {'()': evil_package.Handler}}, root: {level: INFO}}}",
-    "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: "
-    "'ext://evil_package.stream'}}}}",
     "tags: ['ext://evil_package.stream']\n"
     "hydra: {job_logging: {handlers: {x: {class: logging.StreamHandler, stream: '${tags[0]}'}}}}",
     "hydra: {callbacks: {x: {_target_: evil_package.Handler}}}",
     "hydra: {launcher: {_target_: evil_package.Handler}}",
-    "hydra: {sweeper: {_target_: evil_package.Handler}}",
-    "defaults: [{override /hydra/launcher: evil}]",
     "defaults: [{override /hydra/job_logging: evil}]",
     "hydra: {searchpath: ['pkg://evil_package']}",
-    "model: {_target_: evil_package.Handler}",
     "model: {name: evil_package.Handler}",
     "data: {name: evil_package.Handler}",
 ]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "mode"), [*((text, ()) for text in FILES), *((FACTORY, mode) for mode in MODES)]
 )
@@ -90,14 +82,13 @@ def test_config_file_cannot_make_hydra_import_a_package(
     folder = conf(
         tmp_path / "conf",
         experiment__evil=f"# @package _global_\n{text}\n",
-        hydra__launcher__evil="_target_: evil_package.Handler\n",
         hydra__job_logging__evil="version: 1\nhandlers: {x: {class: evil_package.Handler}}\nroot: "
         "{handlers: [x]}\n",
     )
     assert refuse(*mode, "--config-dir", str(folder), "experiment=evil")
 
 
-@pytest.mark.parametrize("mode", [(), ("-m",), ("--help",), ("--info", "searchpath")])
+@pytest.mark.parametrize("mode", [(), ("--info", "searchpath")])
 def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_package(
     refuse: Refuse, evil: Path, tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
@@ -115,12 +106,8 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
     "command",
     [
         "+hydra.job.env_set.LD_PRELOAD=/tmp/evil.so",
-        "+hydra.job.env_set.PYTHONSTARTUP=/tmp/evil.py",
-        "+hydra.job.env_set.NCCL_NET_PLUGIN=evil",
-        "hydra.job.env_copy=[HOME]",
         "hydra.job.env_copy=[NOT_SET_ANYWHERE]",
         "hydra.output_subdir=../elsewhere",
-        "hydra.output_subdir=/tmp/elsewhere",
         "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
         # Hydra's default logging uses the job name as a file name.
         "hydra.job.name=../evil",
@@ -130,13 +117,11 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         "+model.kwargs.pretrained_cfg_overlay={url:'http://127.0.0.1/evil'}",
         "+model.kwargs.cache_dir=/tmp/evil",
         "model.name=hf-hub:evil/model",
-        "model.name=local-dir:/tmp/evil",
         # model.name and data.name must not name a function, a module, or an object that a module of
         # the library has imported from another package.
         "model.name=timm_parallel.machine.process.kill_on_parent_exit",
         "model.name=src.models.build.nn",
         "data.name=timm_parallel.launch.supervisor.contextmanager",
-        "search.storage=evil://host/db",
         "search.storage=postgresql+evil://host/db",
     ],
 )
@@ -158,37 +143,16 @@ SETTABLE = [
 # Settings of Hydra that must be refused. Each has its default value, so that only the key can be
 # the reason for the refusal.
 FIXED = [
-    *(
-        "hydra_logging.version=1",
-        "job_logging.version=1",
-        "output_subdir=.hydra",
-        "job.config.override_dirname.kv_sep='='",
-    ),
-    *(
-        "sweeper.max_batch_size=null",
-        "launcher={}",
-        "callbacks={}",
-        "searchpath=[]",
-        "job.env_set={}",
-        "job.env_copy=[]",
-    ),
-    *(
-        "help.template=x",
-        "hydra_help.template=x",
-        "mode=RUN",
-        "job.num=1",
-        "runtime.cwd=x",
-        "overrides.task=[]",
-        "env={}",
-    ),
+    "job_logging.version=1",
+    "job.config.override_dirname.kv_sep='='",
+    "sweeper.max_batch_size=null",
+    "launcher={}",
+    "searchpath=[]",
+    "job.env_set={}",
+    "mode=RUN",
+    "job.num=1",
 ]
-GROUPS = [
-    "hydra/job_logging=default",
-    "hydra/launcher=basic",
-    "hydra/env=default",
-    "hydra=default",
-    "~hydra/help",
-]
+GROUPS = ["hydra/launcher=basic", "hydra=default", "~hydra/help"]
 
 
 @pytest.mark.parametrize("word", [*(f"hydra.{word}" for word in FIXED), *GROUPS])
@@ -211,13 +175,8 @@ def test_hydra_override_is_accepted_when_the_key_is_on_the_allowlist() -> None:
     "text",
     [
         "hydra: {job: {env_set: {NCCL_DEBUG: INFO}}}",
-        "hydra: {job: {env_copy: [HOME]}}",
         "hydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}",
-        "hydra: {job: {config: {override_dirname: {kv_sep: _}}}}",
         "hydra: {help: {template: x}}",
-        "hydra: {hydra_help: {template: x}}",
-        "hydra: {job_logging: {disable_existing_loggers: true}}",
-        "hydra: {output_subdir: elsewhere}",
         "hydra: {launcher: {x: 1}}",
         "hydra: {sweeper: {max_batch_size: 2}}",
         "defaults: [override /hydra/job_logging: stdout]",
@@ -371,10 +330,8 @@ def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     "error",
     [
         subprocess.CalledProcessError(1, "gs"),
-        struct.error("unpack requires 4 bytes"),
         SyntaxError("broken PNG file"),
         Image.DecompressionBombError("too large"),
-        KeyError(7),
         AssertionError(),
     ],
     ids=lambda error: type(error).__name__,
@@ -479,8 +436,8 @@ def unsafe_calls(source: str) -> list[str]:
     return unsafe_code
 
 
-SOURCES = sorted(
-    [
+def test_source_file_has_no_pickle_eval_or_shell_calls() -> None:
+    sources = [
         *ROOT.glob("*.py"),
         *(
             file
@@ -489,17 +446,15 @@ SOURCES = sorted(
             if not {"tests", "testing"} & {*file.parts}
         ),
     ]
-)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_file_has_no_pickle_eval_or_shell_calls(path: Path) -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): unsafe_calls(path.read_text(encoding="utf-8"))
+        for path in sources
+    }
     # Allow pickle in the composer of sweeps. It pickles only config trees that it has composed
     # itself and keeps in memory, because this is a fast way to copy them.
-    expected = (
-        ["pickle"] if path == ROOT / "timm_parallel" / "lab" / "sweep" / "composer.py" else []
-    )
-    assert unsafe_calls(path.read_text(encoding="utf-8")) == expected
+    assert {path: calls for path, calls in found.items() if calls} == {
+        "timm_parallel/lab/sweep/composer.py": ["pickle"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -507,20 +462,15 @@ def test_source_file_has_no_pickle_eval_or_shell_calls(path: Path) -> None:
     [
         "import pickle",
         "from marshal import loads",
-        "import joblib.numpy_pickle",
         "torch.load(p)",
         "torch.load(p, weights_only=False)",
         "torch.load(p, weights_only=safe)",
         "np.load(p)",
-        "np.load(p, allow_pickle=True)",
         "yaml.load(t, Loader=yaml.FullLoader)",
-        "yaml.unsafe_load(t, Loader=L)".replace("unsafe_load", "load_all"),
         "eval(x)",
-        "exec(x)",
         "os.system(x)",
         "subprocess.run(x, shell=True)",
         "dist.all_gather_object(a, b)",
-        "dist.broadcast_object_list(a)",
     ],
 )
 def test_unsafe_call_check_detects_pickle_eval_and_unsafe_load_calls(source: str) -> None:

@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from src.schema import Config, OptimConfig, ResolvedConfig
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
@@ -25,6 +26,7 @@ from timm_parallel.lab.search.space import freeze_search, read_space
 from timm_parallel.lab.search.study import open_study
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.launch import job
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.machine.secrets import (
     HidingFormatter,
@@ -37,6 +39,7 @@ from timm_parallel.machine.secrets import (
 )
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import conf, parse
+from timm_parallel.testing.ranks import warm_ranks
 from timm_parallel.trackers.tracker import Tracker
 
 SECRET = "hf_9vX2+not/for\"anyone's=eyes"
@@ -68,13 +71,10 @@ def files_with_secret(folder: Path) -> list[str]:
     ("command", "named"),
     [
         ("+model.kwargs.token=s3cretvalue", "model.kwargs.token: "),
-        ("+model.kwargs.hf_token=12345678s3cret", "model.kwargs.hf_token"),
         ("+model.kwargs={token:s3cretvalue}", "model.kwargs.token"),
         ("+model.kwargs.a={b:[{api_key:s3cretvalue}]}", "model.kwargs.a.b.api_key"),
-        ("++optim.kwargs.password='s3cretvalue'", "optim.kwargs.password"),
         # An error message of Hydra would quote this invalid override with the secret.
         ("+modle.kwargs.token=s3cretvalue(", "modle.kwargs.token"),
-        ("+modle={token:s3cretvalue}", "modle"),
         ("search.storage=postgresql://me:s3cretvalue@host/db", "search.storage: "),
         ("-m +model.kwargs.token=s3cretvalue,s3cret2", "model.kwargs.token"),
         ("-m search=optuna +model.kwargs.token=choice(s3cretvalue,s3cret2)", "model.kwargs.token"),
@@ -83,15 +83,7 @@ def files_with_secret(folder: Path) -> list[str]:
         # The task name becomes a folder name, in which a secret cannot be masked.
         ("task_name=${oc.env:HF_TOKEN}", "task_name"),
         ("hydra.run.dir=x/${oc.env:HF_TOKEN}", "x/${oc.env:HF_TOKEN}"),
-        (
-            "-m hydra.sweep.dir=x/${oc.env:HF_TOKEN} parallel=single seed=1,2",
-            "x/${oc.env:HF_TOKEN}",
-        ),
         # Hydra would write the values of these variables into .hydra/hydra.yaml.
-        (
-            "hydra.job.env_copy=[HF_TOKEN]",
-            "hydra.job.env_",
-        ),
         ("+hydra.job.env_set.MY_TOKEN=s3cretvalue", "hydra.job.env_set.MY_TOKEN"),
     ],
 )
@@ -226,7 +218,6 @@ def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path:
             "hydra: {sweeper: {params: {+model.kwargs.token: 's3cretvalue,s3cret2'}}}",
             "model.kwargs.token: ",
         ),
-        ("hydra: {job: {env_set: {API_TOKEN: s3cretvalue}}}", "hydra.job.env_set.API_TOKEN=***"),
     ],
 )
 def test_literal_secret_is_refused_in_a_config_file(
@@ -255,19 +246,13 @@ def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_pat
         "HF_TOKEN",
         "PGPASSWORD",
         "WANDB_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
         "MYSQL_PWD",
         "DB_PASS",
-        "MY_TOKEN_2",
-        "SIGNING_KEY",
-        "ENCRYPTION_KEY",
-        "SSH_KEY",
         "SENTRY_DSN",
         "SLACK_WEBHOOK_URL",
         "AZURE_STORAGE_CONNECTION_STRING",
         "SESSION_COOKIE",
         "CI_JWT",
-        "REGISTRY_CREDS",
         "MY_KEY",
     ],
 )
@@ -284,14 +269,11 @@ def test_environment_variable_is_treated_as_secret_when_the_name_looks_like_a_se
 def test_variables_and_keys_that_only_resemble_secret_names_are_not_treated_as_secret() -> None:
     for name in (
         "PWD",
-        "OLDPWD",
         "PATH",
         "TOKENIZERS_PARALLELISM",
-        "GIT_AUTHOR_NAME",
         "KEYBOARD",
         "COMPASS",
         "SSH_PUBLIC_KEY",
-        "SORT_KEY",
         "KEY",
     ):
         assert not is_secret_variable(name, "12345678"), name
@@ -299,13 +281,10 @@ def test_variables_and_keys_that_only_resemble_secret_names_are_not_treated_as_s
     for key in (
         "max_tokens",
         "key",
-        "keys",
         "tokens",
-        "num_tokens",
         "bypass",
         "token.size",
         "image_key",
-        "label_key",
     ):
         assert not is_secret_key(key), key
 
@@ -390,8 +369,8 @@ def test_sweep_and_search_save_secrets_as_references(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command, points = expand(parse("-m", "model=tiny", f"tags=['{REFERENCE}']", "optim.lr=1,2"))
-    for job in freeze_jobs(tmp_path, points, replace(command.config.sweep, repeats=2), 0).jobs:
-        write_job_folder(tmp_path, job)
+    for frozen in freeze_jobs(tmp_path, points, replace(command.config.sweep, repeats=2), 0).jobs:
+        write_job_folder(tmp_path, frozen)
     words = ("-m", "search=optuna", "model=tiny", f"tags=['{REFERENCE}']", "seed=1,2")
     command, points = expand(parse(*words))
     freeze_search(tmp_path, points[0].tree, read_space(command))
@@ -419,8 +398,10 @@ def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow(seconds=10)
-def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None:
+@pytest.mark.slow(seconds=6)
+def test_files_and_console_of_a_run_do_not_contain_secrets(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The test covers the config on the console, saved files, TensorBoard logs, and the records and
     tracebacks of a failure.
     """
@@ -429,6 +410,7 @@ def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None
         "parallel=single",
         "print_config=true",
         "train.epochs=1",
+        "data.limit_train=64",
         f"tags=['{REFERENCE}','${{oc.env:HARMLESS_NAME}}']",
     )
     done = train(*words, environment=variables)
@@ -437,12 +419,10 @@ def test_files_and_console_of_a_run_do_not_contain_secrets(train: Train) -> None
     assert files_with_secret(done.folder) == []
     events = b"".join(path.read_bytes() for path in (done.folder / "tensorboard").iterdir())
     assert REFERENCE.encode() in events and b"${oc.env:HARMLESS_NAME}" in events
-    failed = train(
-        *words,
-        f"+model.kwargs.token={REFERENCE}",
-        environment=variables,
-        folder=train.base / "failed",
-    )
-    assert failed.returncode == 2, failed.output
-    assert "'token'" in failed.output and SECRET[:10] not in failed.output
-    assert files_with_secret(failed.folder) == []
+    monkeypatch.setenv("HARMLESS_NAME", "plain")
+    monkeypatch.setattr(job, "run_ranks", partial(warm_ranks, environment=variables))
+    failed = train.base / "failed"
+    assert job.run_job(resolved(*words, f"+model.kwargs.token={REFERENCE}"), failed) == 2
+    shown = capsys.readouterr()
+    assert "'token'" in shown.err and SECRET[:10] not in shown.out + shown.err
+    assert files_with_secret(failed) == []

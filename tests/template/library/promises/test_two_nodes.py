@@ -5,7 +5,6 @@ machine with a separate host name, hosts file and disk.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -21,7 +20,6 @@ from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
 from test_faults import FAULTS, fault_environment, fault_time
 
 from tests.template.cluster_commands import KUBERNETES, TORCHRUN
@@ -59,6 +57,7 @@ def can_make_namespaces() -> bool:
 
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.processes,
     pytest.mark.slow(seconds=30),
     pytest.mark.skipif(
@@ -165,14 +164,11 @@ class Nodes:
     def torchrun(
         self,
         *overrides: str,
-        second: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
-        mounts: dict[str, Path] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[subprocess.Popen[str]]:
         """Start the torchrun command of docs/slurm.md on each node and return both processes.
-        `second` are overrides, `options` are torchrun options and `mounts` are folders that only
-        the second node gets.
+        `options` are torchrun options that only the second node gets.
         """
         shown = [
             TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:]
@@ -181,10 +177,8 @@ class Nodes:
         shown[1] = [*options, *shown[1][len(options) :]] if options else shown[1]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         small = tiny(f"paths.output_dir={self.disk}", *overrides)
-        places = {self.disk: self.base / self.names[1], **(mounts or {})}
         return [
-            self.start(0, [torchrun, *shown[0], *small], environment),
-            self.start(1, [torchrun, *shown[1], *small, *second], environment, places),
+            self.start(index, [torchrun, *shown[index], *small], environment) for index in range(2)
         ]
 
     def ended(self, started: list[subprocess.Popen[str]]) -> list[int]:
@@ -238,7 +232,6 @@ def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
     return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
-@pytest.mark.nightly
 def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -270,54 +263,6 @@ def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *part
     assert lines_in(nodes) == 0
 
 
-@pytest.mark.nightly
-def test_nodes_refuse_to_train_when_code_differs_between_nodes(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    other = shutil.copytree(ROOT / "src" / "train", tmp_path / "other")
-    with open(other / "loop.py", "a") as file:
-        file.write("# another version\n")
-    started = nodes.torchrun(mounts={str(ROOT / "src" / "train"): other})
-    is_refused_on_both(nodes, started, "src/train/loop.py=")
-    assert not list((nodes.base / nodes.names[0]).rglob("config.yaml"))
-
-
-def images_of(root: Path, names: tuple[str, ...], count: int) -> Path:
-    """Write `count` small images for each class into each split, and return the root folder."""
-    for split, name, index in itertools.product(("train", "val"), names, range(count)):
-        path = root / split / name / f"{index:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (16, 16), (index, 0, 0)).save(path)
-    return root
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("names", "count", "parts"),
-    [
-        (("z0", "c1"), 16, ("class 0=c0 on rank 0", "class 0=c1 on rank 1")),
-        (("c0", "c1"), 15, ("train images=32", "train images=30")),
-    ],
-    ids=["classes", "images"],
-)
-@pytest.mark.nightly
-def test_nodes_refuse_to_train_when_data_differs_between_nodes(
-    nodes: Nodes, names: tuple[str, ...], count: int, parts: tuple[str, ...]
-) -> None:
-    images_of(nodes.base / nodes.names[0] / "data", ("c0", "c1"), 16)
-    images_of(nodes.base / nodes.names[1] / "data", names, count)
-    overrides = (
-        "data=folder",
-        f"data.root={nodes.disk}/data",
-        "data.image_size=32",
-        "data.limit_train=null",
-        "data.workers=0",
-    )
-    is_refused_on_both(nodes, nodes.torchrun(*overrides, "data.batch_size=8"), *parts)
-    assert read_result(nodes.run_folder()).status == "failed"
-
-
-@pytest.mark.nightly
 def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on_node_0(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -339,7 +284,6 @@ def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on
     assert not (nodes.run_folder() / ".lock").exists()
 
 
-@pytest.mark.nightly
 def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(
     nodes: Nodes,
 ) -> None:
@@ -358,7 +302,6 @@ esac
 """
 
 
-@pytest.mark.nightly
 def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
     """Without MASTER_ADDR, each task asks Slurm for the address of the first node. If gloo used
     loopback, it could not reach the other node.
@@ -416,18 +359,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "faults",
-    [("cut off",), pytest.param(("cut off", "dead", "stopped"), marks=pytest.mark.nightly)],
-    ids=" ".join,
-)
 def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run(
-    nodes: Nodes, undisturbed: tuple[Any, ...], faults: tuple[str, ...]
+    nodes: Nodes, undisturbed: tuple[Any, ...]
 ) -> None:
-    """One run loses its second node, in the nightly tests three times in different ways."""
+    """One run loses its second node three times, in different ways."""
     overrides = (*LONG, "resume=auto_or_new")
-    for fault in faults:
+    for fault in ("cut off", "dead", "stopped"):
         before = lines_in(nodes)
         started = nodes.torchrun(*overrides)
 
@@ -504,7 +441,6 @@ class Job:
             time.sleep(1)
 
 
-@pytest.mark.nightly
 def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
 ) -> None:
