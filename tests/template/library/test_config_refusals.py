@@ -98,6 +98,7 @@ WRONG_TYPES = [
     ("optim.lr=${model.name}", "optim.lr=${model.name}: ", "number"),
     ("model.kwargs=3", "model.kwargs=3: ", "{name: value}"),
     ("tags=x", "tags", "x"),
+    ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
     ("data.workers=many", "data.workers=many", "auto"),
     ("data.augment.scale=[0.1]", "data.augment.scale=[0.1]"),
     ("parallel.devices=true", "parallel.devices"),
@@ -146,6 +147,8 @@ WRONG_NUMBERS = [
     ("seed=99999999999999999999999", "seed=99999999999999999999999"),
 ]
 ACROSS_GROUPS = [
+    ("parallel=fsdp parallel.devices=4 parallel.shard_size=3", "parallel.shard_size=3", "2, 4"),
+    ("parallel=fsdp parallel.devices=2 parallel.shard_size=1", "parallel.shard_size=1", "2"),
     (
         "parallel=ddp parallel.devices=2 data.batch_size=63",
         "data.batch_size=63",
