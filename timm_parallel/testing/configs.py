@@ -4,8 +4,10 @@ read metrics.jsonl.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -89,11 +91,17 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     """Build the task object of a classification run with the given number of classes. `train`
     replaces the config section train, and `augment` sets keys of data.augment.
     """
-    config = resolved()
+    config = copy.deepcopy(_default_config())
     if train is not None:
         config.train = ResolvedTrain(**vars(train))
     config.data.augment = AugmentConfig(**augment)
     return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
+
+
+@cache
+def _default_config() -> ResolvedConfig:
+    """Compose the config of `task_of` once, because this takes longer than most of its tests."""
+    return resolved()
 
 
 def evaluate_batches(
