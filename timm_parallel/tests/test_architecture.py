@@ -146,11 +146,6 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
     ("file", "source", "complaint"),
     [
         (
-            "timm_parallel/record/console.py",
-            "import src.train.optim",
-            "the library imports src.train.optim",
-        ),
-        (
             "timm_parallel/launch/job.py",
             "def f():\n    from src.train import run",
             "the library imports src.train.run",
@@ -166,7 +161,6 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
             "the library imports the lab: timm_parallel.lab.sweep",
         ),
         ("timm_parallel/data/loader.py", "from ..models import build_model", "give the full name"),
-        ("src/train/run.py", "import omegaconf", "omegaconf belongs in"),
         (
             "timm_parallel/lab/report/report.py",
             "from hydra.core import plugins",
@@ -177,12 +171,6 @@ def test_source_file_follows_import_and_naming_rules(path: Path) -> None:
             "import torch\ntorch.distributed.barrier()",
             "torch.distributed.barrier belongs in",
         ),
-        (
-            "src/train/build.py",
-            "import torch\nmodel = torch.nn.DataParallel(model)",
-            "torch.nn.DataParallel belongs in",
-        ),
-        ("timm_parallel/measure/meter.py", "import timm", "timm belongs in"),
         ("timm_parallel/lab/report/tables.py", "import torch", "imports torch at the top"),
         ("train.py", "from timm import create_model", "imports timm.create_model at the top"),
     ],
