@@ -121,8 +121,7 @@ MISTAKES = {
     "optim.opt=Adam": "adam",
     "train.precision=fp-16": "fp16",
     "train.precision=bf16-mixed": "bf16",
-    "train.loss=focal": "bce, ce",
-    "train.loss=bce_loss": "bce",
+    "train.loss=focal": "train.task=classification; use ce, bce",
     "checkpoint.metric=val/acc1": "val/acc",
     "checkpoint.metric=val_loss": "val/loss",
     # Each value is valid, but the combination is not.
