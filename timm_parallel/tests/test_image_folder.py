@@ -8,7 +8,6 @@ import os
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -294,14 +293,9 @@ def test_notes_name_a_folder_that_cannot_be_listed(
     assert dataset.left_out == {f"unreadable folder {root / 'train' / 'a' / 'closed'}": 1}
 
 
-@pytest.mark.parametrize(("in_train", "in_val"), [("NFC", "NFD")])
-def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
-    tmp_path: Path, in_train: Literal["NFC", "NFD"], in_val: Literal["NFC", "NFD"]
-) -> None:
-    counts = {
-        "train": {unicodedata.normalize(in_train, "Ätna"): 3, "Vesuv": 2},
-        "val": {unicodedata.normalize(in_val, "Ätna"): 3, "Vesuv": 2},
-    }
+def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(tmp_path: Path) -> None:
+    in_train, in_val = (unicodedata.normalize(form, "Ätna") for form in ("NFC", "NFD"))
+    counts = {"train": {in_train: 3, "Vesuv": 2}, "val": {in_val: 3, "Vesuv": 2}}
     root = image_folder(tmp_path, counts)
     config = DataConfig(name="folder", root=str(root))
     check_data(Config(data=config))
@@ -309,11 +303,9 @@ def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
     assert isinstance(dataset.val, Files)
     labels = {path.parent.name: label for path, label in dataset.val.files}
     assert len(dataset.val) == 5
-    assert labels[unicodedata.normalize(in_val, "Ätna")] == dataset.target_names.index(
-        unicodedata.normalize(in_train, "Ätna")
-    )
+    assert labels[in_val] == dataset.target_names.index(in_train)
     # A run that was trained elsewhere may have the other form, too.
-    evaluated = FolderDataset(config, [unicodedata.normalize(in_val, "Ätna"), "Vesuv"])
+    evaluated = FolderDataset(config, [in_val, "Vesuv"])
     assert len(evaluated.val) == 5
 
 
