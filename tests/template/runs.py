@@ -4,7 +4,9 @@ or in forked ranks, or take its steps without logs and files.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,11 +70,17 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     """Build the task object of a classification run with the given number of classes. `train`
     replaces the config section train, and `augment` sets keys of data.augment.
     """
-    config = resolved()
+    config = copy.deepcopy(_default_config())
     if train is not None:
         config.train = ResolvedTrain(**vars(train))
     config.data.augment = AugmentConfig(**augment)
     return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
+
+
+@cache
+def _default_config() -> ResolvedConfig:
+    """Compose the config of `task_of` once, because this takes longer than most of its tests."""
+    return resolved()
 
 
 def evaluate_batches(

@@ -39,9 +39,7 @@ from timm_parallel.testing.configs import parse
 
 COMMANDS = all_commands()
 TRAINING = re.compile(r"(?:python|torchrun --nproc-per-node (\d+|N)) train\.py ?(.*)")
-SCRIPT = re.compile(
-    r"python (?:scripts/)?(plan|predict|export|compare_runs|report|evaluate)\.py ?(.*)"
-)
+SCRIPT = re.compile(r"python (?:scripts/)?(plan|predict|export|compare_runs|evaluate)\.py ?(.*)")
 # Trainings that need an earlier run or an optional package, or that print something instead.
 NOT_RESOLVED = re.compile(r"resume=|wandb|mlflow|--(?!nproc)|[<…]")
 # Commands of scripts that tests of these scripts run: they need other packages, data or seconds.
@@ -56,8 +54,8 @@ SCRIPTS = [
     for command in COMMANDS
     if SCRIPT.fullmatch(command) and not SCRIPTS_ELSEWHERE.search(command)
 ]
-# Patterns of script commands that need no run, a sweep, or ranks.
-ALONE, ON_A_SWEEP, WITH_RANKS = "/plan", "/report", "evaluate.*parallel=ddp"
+# Patterns of script commands that need no run, or ranks. test_report.py runs scripts/report.py.
+ALONE, WITH_RANKS = "/plan", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
@@ -123,7 +121,7 @@ def test_documented_commands_name_existing_files_make_targets_options_and_keys()
 
 
 def test_every_documented_command_of_a_script_runs_in_a_test_of_this_file() -> None:
-    kinds = (ALONE, ON_A_RUN, ON_A_SWEEP, WITH_RANKS)
+    kinds = (ALONE, ON_A_RUN, WITH_RANKS)
     assert [
         command for command in SCRIPTS if not any(re.search(kind, command) for kind in kinds)
     ] == []
@@ -250,7 +248,7 @@ def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() 
     assert re.search(str(value), "rose/p17_2.jpg")[1] == "p17"  # type: ignore[index]
 
 
-# --- scripts: each with the arguments of the page, for one finished run or sweep
+# --- scripts: each with the arguments of the page, for one finished run
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +273,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Dictionary from a pattern of placeholders on the pages to the path that replaces it.
 STANDS_FOR = {
     r"outputs/(?:train|finetune)/(2026-01-01/\S+|<date>/<time>)|outputs/…|<run folder>": "{run}",
-    r"<sweep folder>|<folder>( …)?|outputs/sweeps/<date>/<time>": "{sweep}",
     r"photos/|/data/new(?= )": "{photos}",
     r"(labels|predictions)\.csv": r"{new}/\1.csv",
-    r"report\.json": "{sweep}/report.json",
     r"key=value …": "model=tiny",
     r"data\.root=/data/imagenet": "data.root={photos}",
     r"model\.name=resnet50 model\.pretrained=true": "model.name=resnet10t model.weights={weights}",
@@ -291,7 +287,6 @@ SAYS = {
     "export": "verified equal",
     "compare_runs": "agree",
     "evaluate": '"acc": ',
-    "report": "report.html",
 }
 
 
@@ -348,36 +343,6 @@ def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
 ) -> None:
     shutil.copytree(finished_run.folder, tmp_path / "run")
     check(command, capsys, run=tmp_path / "run", photos=photos, new=tmp_path)
-
-
-@pytest.fixture(scope="module")
-def sweep(train_shared: Train) -> Path:
-    """Run a short sweep over two numbers of devices."""
-    folder = train_shared.base / "sweep"
-    arguments = [
-        "-m",
-        "model=tiny",
-        "parallel=ddp",
-        "parallel.devices=1,2",
-        "parallel.threads_per_device=1",
-        "train.max_steps=20",
-        "print_config=false",
-        f"hydra.sweep.dir={folder}",
-    ]
-    done = train_shared.start(*arguments, defaults=False).finish()
-    assert done.returncode == 0, done.output
-    return folder
-
-
-# This test is nightly, because test_report.py runs the script at every commit.
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("command", scripts_like(ON_A_SWEEP))
-@pytest.mark.nightly
-def test_documented_report_command_prints_results_of_a_sweep(
-    command: str, sweep: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(command, capsys, sweep=sweep)
 
 
 @pytest.mark.slow

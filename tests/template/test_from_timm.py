@@ -170,7 +170,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "tanh": {"sched": "tanh", "warmup_epochs": 1},
     "poly": {"sched": "poly", "decay_rate": 0.9, "cooldown_epochs": 1},
     "step": {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.97, "cooldown_epochs": 5},
-    "multistep": {"sched": "multistep", "decay_milestones": [4, 6], "warmup_prefix": True},
+    "multistep": {"sched": "multistep", "decay_milestones": [4, 6]},
+    "multistep_prefix": {"sched": "multistep", "decay_milestones": [4, 6], "warmup_prefix": True},
     "noise": {
         "sched": "step",
         "decay_epochs": 2,

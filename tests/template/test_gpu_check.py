@@ -7,8 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
-from collections import Counter
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -123,45 +121,6 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     assert gpu_check.check([replace(part, alone=True) for part in parts]) == expected
 
 
-def test_make_gpu_check_runs_eight_checks_at_once_and_those_that_measure_alone() -> None:
-    """The barrier raises an error unless eight checks wait there at the same time."""
-    together, running = threading.Barrier(8, timeout=20), Counter[str]()
-
-    def waits(seconds: float) -> list[Row]:
-        together.wait()
-        running["checks"] += 1
-        return [Row("together", f"{running['alone']}")]
-
-    def measures(seconds: float) -> list[Row]:
-        running["alone"] += 1
-        return [Row("alone", f"{running['checks']}")]
-
-    parts = [Part(f"speed {number}", 9, measures, alone=True) for number in range(2)]
-    parts += [Part(f"check {number}", 9, waits) for number in range(8)]
-    done = gpu_check.check(parts)
-    assert {part.name for part in parts} == set(done)
-    assert {row.figure for rows in done.values() for row in rows if row.what == "together"} == {"0"}
-    assert {row.figure for rows in done.values() for row in rows if row.what == "alone"} == {"8"}
-
-
-def test_checks_of_gpu_check_that_measure_or_count_processes_run_alone() -> None:
-    """The others fit into one group, so that they take as long as the longest of them."""
-    alone = {part.name for part in PARTS if part.alone}
-    assert {part.name for part in PARTS if part.name.startswith("speed")} < alone
-    assert {"out of memory", "device-side assert", "a killed rank", "make compare"} < alone
-    parts = gpu_check.chosen(1, is_full=False)
-    quick = [part.seconds for part in parts if not part.alone]
-    assert len(quick) <= gpu_check.AT_ONCE
-    assert max(quick) + sum(part.seconds for part in parts if part.alone) <= 600
-
-
-def test_make_gpu_check_adds_checks_when_there_are_several_gpus_or_full_is_1() -> None:
-    one, two = gpu_check.chosen(1, is_full=False), gpu_check.chosen(2, is_full=False)
-    assert {part.devices for part in one} == {1} and {part.devices for part in two} == {1, 2}
-    assert gpu_check.chosen(2, is_full=True) == list(PARTS)
-    assert len({part.name for part in PARTS}) == len(PARTS)
-
-
 def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> None:
     done = {
         "speed: a": [Row("a: images/s", "12"), Row("a: other", "not installed", is_run=False)],
@@ -173,20 +132,6 @@ def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> N
     assert {"- speed: a: a: other: not installed", "- slow: FULL=1"} <= set(head.splitlines())
     assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
     assert "| a: images/s | 12 |" in tail and "exit" not in tail
-
-
-def test_make_gpu_check_parses_passed_failed_and_skipped_tests_from_pytest_output() -> None:
-    output = (
-        "tests/test_a.py::test_one PASSED    [ 25%]\ntests/test_a.py::test_two[a b] FAILED   [ "
-        "50%]\n"
-        "tests/test_a.py::test_three SKIPPED (no)  [ 75%]\nFAILED tests/test_a.py::test_two[a b] "
-        "- assert 1\n1 failed"
-    )
-    assert gpu_rows.outcomes(output) == [
-        ("test_a.py::test_one", "passed"),
-        ("test_a.py::test_two[a b]", "failed"),
-        ("test_a.py::test_three", "skipped"),
-    ]
 
 
 @pytest.mark.nightly
@@ -286,6 +231,7 @@ def test_gpu_check_keeps_the_rounds_before_the_time_limit(
     assert all(row.is_run for row in rows) == is_run == (not any(row.wrong for row in rows))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize(
     ("name", "model"),
@@ -315,28 +261,6 @@ bench_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
     assert {*figures["rates"], *figures["missing"]} == {*programs, *programs.values()}
     assert set(figures["missing"]) <= {bench_speed.TORCHCODEC, bench_speed.LIGHTNING}
     assert all(len(rates) == 2 and min(rates) > 0 for rates in figures["rates"].values())
-
-
-def test_workloads_of_benchmarks_use_only_known_programs_and_state_their_settings() -> None:
-    known = vars(bench_speed).values()
-    for name, workload in (WORKLOADS | bench_speed.CPU_WORKLOADS).items():
-        assert {*workload.programs, *workload.programs.values()} <= {
-            value for value in known if isinstance(value, str)
-        }
-        rows = bench_speed.compare(
-            name, workload, {"rates": {}, "bytes": {}, "waits": {}, "missing": {}}, "GPU"
-        )
-        assert [row.figure for row in rows] == [f"{workload.format}, {hardware.cores()} cores"]
-
-
-def test_start_rows_of_gpu_check_list_each_part_of_the_start() -> None:
-    seconds = {"total": 9.0, "start_to_first_step": 3.25, "imports": 2.0}
-    rows = bench_speed.start_rows("job", {"status": "done", "seconds": seconds})
-    assert [(row.what, row.figure) for row in rows] == [
-        ("start, job: start_to_first_step, s", "3.2"),
-        ("start, job: imports, s", "2.0"),
-    ]
-    assert bench_speed.start_rows("job", {})[0].wrong
 
 
 @pytest.mark.processes
@@ -375,8 +299,3 @@ def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
         "pytest",
     } <= set(names)
     assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)
-
-
-def test_benchmark_flops_of_a_vision_transformer_include_attention() -> None:
-    workload = replace(WORKLOADS["ViT-B/16"], model="vit_small_patch16_224")
-    assert bench_speed.model_flops(workload) == pytest.approx(3 * 9.197e9, rel=1e-3)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from timm_parallel.batch import Batch
-from timm_parallel.data.loader import BatchFetcher
-from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.task import Targets
 
 
@@ -98,36 +96,3 @@ def test_targets_of_equal_shape_become_a_tensor_and_others_a_list(
         assert collated.dtype == expected.dtype and torch.equal(collated, expected)
     else:
         assert collated == expected
-
-
-class Scenes:
-    """Images with a number of boxes that differs, a text, and a second image."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
-        fields = {
-            "boxes": torch.full((index + 1, 4), float(index)),
-            "label": index,
-            "crop": torch.full((1, 2, 2), 10 * index, dtype=torch.uint8),
-            "caption": f"scene {index}",
-        }
-        return torch.full((1, 3, 3), index, dtype=torch.uint8), fields
-
-
-class ScenesOfTask(Targets):
-    images = ("image", "crop")
-
-
-def test_fields_of_a_dataset_form_a_batch_and_those_named_as_images_are_normalized() -> None:
-    fetcher = BatchFetcher(Scenes(), ScenesOfTask(), transform=None, seed=0)
-    fields, read, unreadable, draws = fetcher.read(IndexBatch(0, np.array([3, 1])))
-    assert (list(read.indices), unreadable, draws) == ([3, 1], [], [])
-    finished = fetcher.finish(fields, draws, lambda pixels: pixels / 10)
-    assert list(finished) == ["image", "boxes", "label", "crop", "caption"]
-    assert [boxes.tolist() for boxes in finished["boxes"]] == [[[3.0] * 4] * 4, [[1.0] * 4] * 2]
-    assert torch.equal(finished["label"], torch.tensor([3, 1]))
-    assert finished["caption"] == ["scene 3", "scene 1"]
-    assert torch.equal(finished["image"][:, 0, 0, 0], torch.tensor([0.3, 0.1]))
-    assert torch.equal(finished["crop"][:, 0, 0, 0], torch.tensor([3.0, 1.0]))

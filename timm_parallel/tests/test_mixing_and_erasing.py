@@ -12,49 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
-from torch import Tensor
 
 from timm_parallel.batch import Batch
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
 from timm_parallel.machine.seeds import seed_for, seeds_for
-
-
-@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_random_erasing_with_the_seed_of_an_image_equals_timm_with_that_seed(
-    mode: str, count: int
-) -> None:
-    step = Erasing(0.6, mode, count)
-
-    def erase(batch: Tensor, seeds: list[int]) -> Tensor:
-        return step(batch, *step.draw(seeds, batch.shape))
-
-    theirs = RandomErasing(0.6, mode=mode, max_count=count, device="cpu")
-    images = torch.linspace(5, 6, 64 * 3 * 32 * 32).view(64, 3, 32, 32)
-    seeds = [seed_for(0, 0, index, 1) for index in range(64)]
-    before = random.getstate(), torch.get_rng_state()
-    found = erase(images.clone(), seeds)
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
-    for seed, image, erased in zip(seeds, images, found, strict=True):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        assert torch.equal(erased, theirs(image.clone()))
-    changed = (found != images).any(1)
-    share = changed.flatten(1).any(1).float().mean().item()
-    assert 0.4 < share < 0.8
-    values = found[:, 0][changed]
-    if mode == "const":
-        assert (values == 0).all()
-    if mode == "pixel":
-        assert abs(values.mean()) < 0.1 and abs(values.std() - 1) < 0.1
-    if mode == "rand" and count == 1:
-        assert all(
-            len(image[:, hit].unique(dim=1).T) <= 1
-            for image, hit in zip(found, changed, strict=True)
-        )
-    order = list(reversed(range(64)))
-    assert torch.equal(erase(images.flip(0), [seeds[index] for index in order]), found.flip(0))
 
 
 @given(
@@ -80,9 +42,11 @@ def test_random_erasing_of_a_batch_equals_timm_on_each_image_bit_for_bit(
     images = torch.full(shape, 5.0).contiguous(memory_format=memory_format)
     seeds = seeds_for(0, 0, np.arange(base, base + shape[0]), 1)
     assert seeds == [seed_for(0, 0, index, 1) for index in range(base, base + shape[0])]
+    before = random.getstate(), torch.get_rng_state()
     draws = step.draw(seeds, images.shape)
     assert len(draws[0].unique()) == len(draws[0]), "a GPU may write twice to a pixel in any order"
     found = step(images.clone(), *draws)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     for seed, image, erased in zip(seeds, images, found, strict=True):
         random.seed(seed)
         torch.manual_seed(seed)

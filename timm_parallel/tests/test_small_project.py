@@ -46,7 +46,7 @@ TRAINED = [
     *((strategy, 2) for strategy in ("ddp", "fsdp", EACH)),
     *((strategy, 3) for strategy in ("ddp", "fsdp")),
 ]
-RESUMED = [("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2)]
+RESUMED = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 pytestmark = pytest.mark.processes
 
@@ -223,33 +223,24 @@ def assert_equal_bits(folder: Path, expected: Path) -> None:
 
 # Strategy, world size and number of processes of each job of a sweep over some strategies and the
 # device counts 1 and 2. The job of single on 2 devices is skipped.
-ONE_PROCESS = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
-SEVERAL = [(strategy, n, n) for strategy in ("ddp", "fsdp", EACH) for n in (1, 2)]
+SWEPT = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
+SWEPT += [(strategy, n, n) for strategy in ("ddp", "fsdp", EACH) for n in (1, 2)]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=24)
-@pytest.mark.parametrize(
-    ("strategies", "expected"),
-    [
-        ("single,dp", ONE_PROCESS),
-        ("single,dp,ddp,fsdp,each", ONE_PROCESS + SEVERAL),
-    ],
-    ids=("one_process", "all"),
-)
-def test_sweep_over_strategies_and_devices_trains_equally(
-    tmp_path: Path, strategies: str, expected: list[tuple[str, int, int]]
-) -> None:
+def test_sweep_over_strategies_and_devices_trains_equally(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    jobs = (f"parallel={strategies}", "parallel.devices=1,2", "parallel.threads_per_device=1")
-    start(folder, "train.py", "-m", *jobs, f"hydra.sweep.dir={folder}")
+    jobs = ("parallel=single,dp,ddp,fsdp,each", "parallel.devices=1,2")
+    more = ("parallel.threads_per_device=1", f"hydra.sweep.dir={folder}")
+    start(folder, "train.py", "-m", *jobs, *more)
     records = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))["jobs"]
-    done = ["done"] * (len(expected) - 1)
+    done = ["done"] * (len(SWEPT) - 1)
     assert [job["status"] for job in records] == ["done", "skipped", *done]
     assert records[1]["code"] == "one_device"
     finished = [folder / str(number) for number in range(len(records)) if number != 1]
     results = [result_of(job) for job in finished]
-    assert [(r["strategy"], r["world_size"], r["processes"]) for r in results] == expected
+    assert [(r["strategy"], r["world_size"], r["processes"]) for r in results] == SWEPT
     assert_equally_trained(finished)
 
 
@@ -273,17 +264,17 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_run(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(("strategy", "devices"), TRAINED)
 def test_evaluation_equals_a_plain_computation_on_all_validation_images(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int
+    runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The curves of the other runs, which have these metrics, equal those of this run."""
     monkeypatch.syspath_prepend(str(PROJECT))
     from small.config import DataConfig
     from small.data import Spots
     from small.model import Tiny
 
     model, val = Tiny(outputs=2, width=6), Spots(DataConfig()).val
-    model.load_state_dict(contents_of(runs / f"{strategy}_{devices}")["model"])
+    model.load_state_dict(contents_of(runs / "single_1")["model"])
     with torch.no_grad():
         errors = model((val.images / 255 - 0.1) / 0.2) - val.labels
     distances = errors.square().sum(1).sqrt()
@@ -293,7 +284,7 @@ def test_evaluation_equals_a_plain_computation_on_all_validation_images(
         "median_distance": sorted(distances.tolist())[len(val) // 2],
         "samples": 23,
     }
-    result = result_of(runs / f"{strategy}_{devices}")
+    result = result_of(runs / "single_1")
     assert {name: result["val"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
     lower = {name: kind["lower_is_better"] for name, kind in result["metrics"].items()}
     assert lower == {"loss": True, "near": False, "median_distance": True}
@@ -303,7 +294,7 @@ def test_evaluation_equals_a_plain_computation_on_all_validation_images(
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     ("strategy", "fault", "exception"),
-    [("ddp", "kill", ""), ("each", "raise", "RuntimeError"), ("fsdp", "kill", "")],
+    [("ddp", "kill", ""), ("each", "raise", "RuntimeError")],
 )
 def test_killed_or_raising_rank_ends_the_run_and_error_names_the_rank(
     tmp_path: Path, strategy: str, fault: str, exception: str
@@ -383,34 +374,3 @@ def test_command_with_a_wrong_key_value_or_name_is_refused_with_a_fix(tmp_path: 
         assert (code, len(message.splitlines())) == (2, 1), f"{line}: {message}"
         assert fix in message, line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow(seconds=8)
-@pytest.mark.nightly
-def test_torchrun_trains_as_ranks_that_the_library_starts(runs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    # With port 0, torchrun chooses a free port.
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
-    words = ("train.py", "parallel=ddp", "parallel.threads_per_device=1", f"hydra.run.dir={folder}")
-    start(folder, *torchrun, "--rdzv-endpoint=localhost:0", *words)
-    assert result_of(folder)["world_size"] == 2
-    assert_equal_bits(folder, runs / "ddp_2")
-
-
-@pytest.mark.slow(seconds=25)
-@pytest.mark.nightly
-def test_run_that_sigterm_stops_continues_with_resume(tmp_path: Path) -> None:
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    words = ("train.py", "parallel=ddp", "parallel.devices=2", "train.epochs=40")
-    command = open_command(*words, f"hydra.run.dir={folder}")
-    metrics = folder / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert command.poll() is None
-        time.sleep(0.05)
-    command.send_signal(signal.SIGTERM)
-    finish(command, folder, code=128 + signal.SIGTERM)
-    assert result_of(folder)["status"] == "interrupted"
-    start(folder, "train.py", f"resume={folder}")
-    start(whole, *words, f"hydra.run.dir={whole}")
-    assert result_of(folder)["steps"] == result_of(whole)["steps"] == 200
-    assert_equal_bits(folder, whole)

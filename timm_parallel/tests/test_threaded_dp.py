@@ -84,9 +84,7 @@ def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelS
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("loss_in_replica", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "devices"), [(8, 2), (9, 3), (7, 3), (4, 3), (2, 3), (1, 2), (5, 1)]
-)
+@pytest.mark.parametrize(("batch", "devices"), [(8, 2), (7, 3), (2, 3), (5, 1)])
 @pytest.mark.parametrize("model", [Small, Recurrent])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(

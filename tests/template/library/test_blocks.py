@@ -11,7 +11,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from timm_parallel.config.compose import compose_command, load_config
+from timm_parallel.config.compose import load_config
 from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.sweep.blocks import append_block, check_blocks, freeze_jobs
@@ -163,24 +163,3 @@ def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None
         ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"
     ):
         check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [0, 8])
-@pytest.mark.sample(2)
-def test_benchmark_experiments_have_enough_epochs_to_reach_max_steps(
-    devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weak scaling on eight devices trains only four steps per epoch, so that it needs the most
-    epochs.
-    """
-    from timm_parallel.machine import hardware
-
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: tuple(range(devices)))
-    for name in ("compare", "scaling_strong", "scaling_weak", "buckets", "small_layers"):
-        words = ["-m", f"experiment={name}", "parallel.devices=1"]
-        config = compose_command(get_args_parser().parse_args(words)).config
-        train = config.train
-        assert train.max_steps == (600 if devices else 40)
-        assert train.epochs * (1257 // 256) >= train.max_steps
-        assert int(config.sweep.repeats) >= 3

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.template.runs import ROOT
+from scripts import compare_runs
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
 from timm_parallel.lab.curves import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
@@ -120,9 +118,8 @@ def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(
     assert capsys.readouterr().err == "test_compare_runs.py: stopped by SIGINT\n"
 
 
-@pytest.mark.processes
 def test_compare_runs_script_exits_0_when_equal_1_when_different_2_when_refused(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b, c = (
         run(tmp_path / name, losses)
@@ -133,11 +130,8 @@ def test_compare_runs_script_exits_0_when_equal_1_when_different_2_when_refused(
         (b, 1, "differ from step 2 on: 1 and 1.1"),
         (c, 2, ""),
     ):
-        command = [sys.executable, "scripts/compare_runs.py", str(a), str(other)]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == code, done.stderr
-        assert expected in done.stdout
-        assert done.stderr.count("\n") == (code == 2)
+        assert compare_runs.main([str(a), str(other)]) == code
+        out, err = capsys.readouterr()
+        assert expected in out
+        assert err.count("\n") == (code == 2)
     assert json.loads((a / "result.json").read_text())["steps"] == 2

@@ -176,15 +176,6 @@ def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
     assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("alternative", [text for alternatives in CHOICES for text in alternatives])
-def test_sweep_composer_matches_full_hydra_composition_for_each_single_override(
-    alternative: str,
-) -> None:
-    SHARED[:] = SHARED or [Composer(command())]
-    assert composed([alternative], command(), SHARED[0]) == composed([alternative], command(), None)
-
-
 @pytest.mark.parametrize(
     "word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"]
 )

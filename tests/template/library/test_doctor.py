@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.template.runs import ROOT
-from timm_parallel.lab.doctor import examine as examination
 from timm_parallel.lab.doctor.examine import (
     GIB,
     Finding,
@@ -155,19 +154,6 @@ def test_doctor_trial_run_returns_the_failure_reason_or_the_last_line_of_output(
 
 def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
     assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=8)
-@pytest.mark.processes
-def test_doctor_trains_with_single_and_prints_a_training_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(examination, "strategies_to_try", lambda facts: {"single": 1})
-    assert examination.examine(as_json=True) == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert findings["can_train"] and findings["facts"]["tries"] == {"single": ""}
-    assert findings["command"].startswith("python train.py parallel=single")
 
 
 @pytest.mark.slow(seconds=25)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import evaluate as entry
 from src.train.build import build_run
 from src.train.run import train
 from tests.template.runs import resolved, start_run
-from timm_parallel.data.decode import Files
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
@@ -133,21 +131,6 @@ def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
 
 
 @pytest.mark.parametrize(
-    "words", [("data.image_size=32",), ("data=digits", "data.root=null")], ids=["size", "channels"]
-)
-def test_fine_tuning_adapts_weights_to_different_image_size_or_channels(
-    trained: Path, data: Path, words: tuple[str, ...]
-) -> None:
-    """timm resizes the position embeddings and the first convolution. test_weights.py compares the
-    resized weights bit for bit.
-    """
-    state = run_of(data, best(trained), *words).state.model.state_dict()
-    before = contents(best(trained))["averages"]["ema"]
-    adapted = {"pos_embed", "patch_embed.proj.weight", "head.weight", "head.bias"}
-    assert all(torch.equal(state[name], before[name]) for name in before.keys() - adapted)
-
-
-@pytest.mark.parametrize(
     ("overrides", "named"),
     [
         (("model.kwargs.depth=3",), ("blocks.2.norm1.weight is not in the file",)),
@@ -190,18 +173,6 @@ def test_fine_tuning_reinitializes_head_when_class_names_differ(
         assert torch.allclose(tensor, after[name], atol=1e-6) == (not name.startswith("head.")), (
             name
         )
-
-
-def test_fine_tuning_reinitializes_head_when_number_of_classes_differs(
-    trained: Path, tmp_path: Path
-) -> None:
-    root = images(tmp_path / "more", (*CLASSES, "tree"))
-    state = run_of(root, best(trained)).state.model.state_dict()
-    assert state["head.weight"].shape[0] == 4
-    body = contents(best(trained))["averages"]["ema"]
-    assert all(
-        torch.equal(state[name], body[name]) for name in body if not name.startswith("head.")
-    )
 
 
 def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
@@ -345,27 +316,6 @@ def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path)
     assert set(repeated) <= set(alone) and len(repeated) == 24
     halves = in_ranks(read_by, 2, str(data), *limit, "parallel=ddp", "parallel.devices=2")
     assert sorted(halves[0] + halves[1]) == sorted(alone)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=2)
-def test_limit_train_error_names_the_unreadable_file(data: Path, tmp_path: Path) -> None:
-    root = tmp_path / "damaged"
-    shutil.copytree(data, root)
-    limit = ("data.limit_train=6", f"data.root={root}")
-    config = resolved(*SMALL, *limit)
-    fetcher = build_run(config, build_strategy(config.parallel, Ranks(), None)).train_loader.fetcher
-    split = fetcher.split
-    assert isinstance(split, Files)
-    files = [split.files[number][0] for number in fetcher.numbers(list(range(6)))]
-    files[2].write_bytes(b"no image")
-    code, message = fine_tuned(tmp_path / "stops", *limit)
-    assert code == 1 and str(files[2]) in message and "data.on_error=skip" in message
-    code, message = fine_tuned(tmp_path / "skips", *limit, "data.on_error=skip")
-    assert code == 0, message
-    assert read_result(tmp_path / "skips").skipped == {"train": 1}
-    (line,) = (line for line in message.splitlines() if "skipped  " in line)
-    assert str(files[2]) in line
 
 
 def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(

@@ -137,9 +137,10 @@ def test_vector_layers_returns_the_layer_norm_and_layer_scale_modules_of_a_vit()
 # Tests of the part of the model that each rank holds.
 
 
-def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
+def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], int]:
     """Train one step under fsdp. Return a dictionary from weights, gradients, optimizer and ema to
-    (number of elements on this rank, number on all ranks). All ranks must call this function.
+    (number of elements on this rank, number on all ranks), and the number of elements that the
+    contents of a checkpoint have on this rank. All ranks must call this function.
     """
     parts = built(ranks, store, "sizes", "model.ema.decay=0.9")
     state = parts.state
@@ -158,14 +159,25 @@ def sizes_of_parts(ranks: Any, store: Any) -> dict[str, tuple[int, int]]:
         name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
         for name, ts in held.items()
     }
+    saved = saving.snapshot(state, parts.strategy)
+    tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
+    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
     parts.strategy.close()
-    return sizes
+    return sizes, sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
+
+
+@pytest.fixture(scope="module")
+def parts_of_ranks() -> list[Any]:
+    """Return the results of `sizes_of_parts` on three ranks."""
+    return in_ranks(sizes_of_parts, 3)
 
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema() -> None:
-    of_ranks = in_ranks(sizes_of_parts, 3)
+def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema(
+    parts_of_ranks: list[Any],
+) -> None:
+    of_ranks = [sizes for sizes, _ in parts_of_ranks]
     for name in of_ranks[0]:
         total = of_ranks[0][name][1]
         assert sum(sizes[name][0] for sizes in of_ranks) == total, name
@@ -213,25 +225,12 @@ def test_fsdp_shards_each_network_of_a_task_and_averages_gradients() -> None:
     assert in_ranks(gradient_of_two_networks, 2) == [([True, True], expected)] * 2
 
 
-def contents_of_checkpoint(ranks: Any, store: Any) -> int:
-    """Build the contents of a checkpoint, and return the number of their tensor elements on this
-    rank. All ranks must call this function.
-    """
-    parts = built(ranks, store, "contents", "model.ema.decay=0.9")
-    backward(parts)
-    parts.state.phases[0].optimizer.step()
-    saved = saving.snapshot(parts.state, parts.strategy)
-    tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
-    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
-    parts.strategy.close()
-    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
-
-
-@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only() -> None:
-    first, second = in_ranks(contents_of_checkpoint, 2)
-    assert second == 0
+def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only(
+    parts_of_ranks: list[Any],
+) -> None:
+    first, *others = [saved for _, saved in parts_of_ranks]
+    assert others == [0, 0]
     # The checkpoint must contain the weights, their moving average and two moments of AdamW for
     # each parameter.
     model = timm.create_model("vit_tiny_patch16_224", **resolved("model=tiny").model.kwargs)
@@ -288,13 +287,13 @@ def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
     return three_steps_of_each_optimizer(ranks, None)
 
 
-def collectives_of_a_step(ranks: Any, store: Any, precision: str) -> list[dict[str, int]]:
+def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
     """Count the collectives of an optimizer step with one batch, and of a step with three
-    accumulated batches. All ranks must call this function.
+    accumulated batches, in bf16. All ranks must call this function.
     """
     counts = []
     for batches in (1, 3):
-        parts = built(ranks, store, str(batches), f"train.precision={precision}")
+        parts = built(ranks, store, str(batches), "train.precision=bf16")
         # Do not count the first step, because it also initializes fsdp.
         backward(parts)
         with CommDebugMode() as communication:
@@ -309,11 +308,8 @@ def collectives_of_a_step(ranks: Any, store: Any, precision: str) -> list[dict[s
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fsdp_step_has_three_collectives_per_block_also_when_batches_are_accumulated(
-    precision: str,
-) -> None:
-    for one, three in in_ranks(collectives_of_a_step, 2, precision):
+def test_fsdp_step_has_three_collectives_per_block_also_when_batches_are_accumulated() -> None:
+    for one, three in in_ranks(collectives_of_a_step, 2):
         scattered = next(name for name in one if "reduce_scatter" in name)
         gathered = next(name for name in one if "allgather" in name or "all_gather" in name)
         # The model has two blocks, which are gathered again for the backward pass, and other
@@ -446,24 +442,33 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
 
 
-@pytest.mark.slow(seconds=2)
+@pytest.fixture(scope="module")
+def evaluations() -> list[Any]:
+    """Return the results of an evaluation, and of one that a rank stops, on each of three ranks."""
+    return in_ranks(_evaluated_without_count, 3)
+
+
+@pytest.mark.slow(seconds=3)
 @pytest.mark.processes
-def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches() -> None:
-    of_ranks = in_ranks(_evaluated_without_count, 3, False)
+def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
+    evaluations: list[Any],
+) -> None:
+    of_ranks = [whole for whole, _ in evaluations]
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     assert of_ranks[0] is not None and of_ranks[0][0] == 17
 
 
-@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop() -> None:
-    assert in_ranks(_evaluated_without_count, 3, True) == [None] * 3
+def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop(
+    evaluations: list[Any],
+) -> None:
+    assert [stopped for _, stopped in evaluations] == [None] * 3
 
 
-def _evaluated_without_count(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
+def _evaluated_without_count(ranks: Any, store: Any) -> list[list[float | None] | None]:
     from timm_parallel.runtime import evaluation
 
     # Replace the check of the number of samples. This test gives the ranks other samples than the
     # sampler would, and the check would fail.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
-    return evaluated(ranks, store, stops)
+    return [evaluated(ranks, store, stops) for stops in (False, True)]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.template.runs import ROOT
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.gpu import EACH_ACCELERATOR
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA
 
 FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -48,11 +48,14 @@ def fault_environment(kind: str, mark: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
 
 
-@each_accelerator
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [("kill", "rank 1 was killed by SIGKILL"), ("stop", "rank 1 does not answer")],
-    ids=["killed", "stopped"],
+    ("accelerator", "kind", "message"),
+    [
+        ("cpu", "stop", "rank 1 does not answer"),
+        pytest.param("cuda", "stop", "rank 1 does not answer", marks=ON_CUDA),
+        pytest.param("cuda", "kill", "rank 1 was killed by SIGKILL", marks=ON_CUDA),
+    ],
+    ids=["stopped-cpu", "stopped-cuda", "killed-cuda"],
 )
 def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     train: Train, accelerator: str, kind: str, message: str

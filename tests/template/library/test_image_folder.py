@@ -8,7 +8,6 @@ import os
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
 from timm_parallel.entry import run_command
-from timm_parallel.record.result import read_result
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
@@ -41,33 +39,6 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
                     root / split / name / f"{number}.{('jpg', 'png')[number % 2]}"
                 )
     return root
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_image_folder_of_jpeg_and_png_files_trains_under_ddp(tmp_path: Path) -> None:
-    classes = {"café": 21, "dog": 13, "owl": 17}
-    root = image_folder(
-        tmp_path / "images",
-        {"train": classes, "val": {"café": 3, "dog": 4}, "test": {"café": 2, "dog": 2, "owl": 1}},
-    )
-    overrides = (
-        "data=folder",
-        f"data.root={root}",
-        "data.image_size=16",
-        "data.batch_size=16",
-        "data.limit_train=null",
-    )
-    more = ("parallel=ddp", "parallel.devices=2", "optim.lr=3e-3", "train.epochs=4")
-    result = read_result(run_warm(tmp_path / "run", *overrides, *more))
-    assert result.val["samples"] == 7
-    assert result.test["samples"] == 5
-    assert result.samples_seen == 4 * 48
-    assert result.dropped_per_epoch == 51 - 48
-    assert result.val["acc_best"] == 1.0, (
-        "expected high accuracy, because the color determines the class"
-    )
-    assert result.skipped == {}
 
 
 GOOD = {"a": 1, "b": 1}
@@ -110,7 +81,6 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
 @pytest.mark.parametrize(
     ("layout", "fraction", "fixes"),
     [
-        ("train valid", 0.2, ["rename valid/ to val/", "data.val_fraction=null"]),
         (
             "Training VALIDATION testing",
             0.2,
@@ -118,7 +88,6 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
         ),
         ("train val", 0.2, ["data.val_fraction=null"]),
         ("train test", 0.2, ["data.root={root}/train"]),
-        ("train", 0.2, ["data.root={root}/train"]),
         ("train valid", None, ["rename valid/ to val/"]),
         ("Train val", None, ["rename Train/ to train/"]),
         ("train test", None, ["data.root={root}/train", "data.val_fraction=0.2"]),
@@ -152,14 +121,6 @@ def test_class_folder_named_train_is_accepted_when_the_folder_contains_no_subfol
     check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
 
 
-def test_error_for_an_empty_class_folder_names_data_root_and_the_class(tmp_path: Path) -> None:
-    image_folder(tmp_path, {"cat": {"": 2}})
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty") as refusal:
-        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
-    assert str(refusal.value).startswith(f"data.root={tmp_path}: ")
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -169,17 +130,7 @@ def test_error_for_an_empty_class_folder_names_data_root_and_the_class(tmp_path:
             ("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"),
             "train.accumulate=3: ",
         ),
-        (
-            (
-                "data=folder",
-                "data.root={root}/parts/train",
-                "data.val_fraction=0.2",
-                "data.batch_size=9",
-            ),
-            "data.batch_size=9: ",
-        ),
         (("data=csv", "data.root={root}", "data.batch_size=3"), "data.batch_size=3: "),
-        (("data=csv", "data.root={root}", "data.batch_size=2"), None),
         (("data=digits", "data.batch_size=1258"), "data.batch_size=1258: "),
         (("data=digits", "data.batch_size=16", "data.limit_train=8"), "data.batch_size=16: "),
         (
@@ -246,7 +197,7 @@ def test_custom_dataset_may_use_data_root() -> None:
     check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))
 
 
-HIDDEN = (".ipynb_checkpoints", ".Trash-501/files", "@eaDir/0.jpg", "__MACOSX", "#recycle")
+HIDDEN = (".Trash-501/files", "@eaDir/0.jpg", "__MACOSX")
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -342,14 +293,9 @@ def test_notes_name_a_folder_that_cannot_be_listed(
     assert dataset.left_out == {f"unreadable folder {root / 'train' / 'a' / 'closed'}": 1}
 
 
-@pytest.mark.parametrize(("in_train", "in_val"), [("NFC", "NFD"), ("NFD", "NFC")])
-def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
-    tmp_path: Path, in_train: Literal["NFC", "NFD"], in_val: Literal["NFC", "NFD"]
-) -> None:
-    counts = {
-        "train": {unicodedata.normalize(in_train, "Ätna"): 3, "Vesuv": 2},
-        "val": {unicodedata.normalize(in_val, "Ätna"): 3, "Vesuv": 2},
-    }
+def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(tmp_path: Path) -> None:
+    in_train, in_val = (unicodedata.normalize(form, "Ätna") for form in ("NFC", "NFD"))
+    counts = {"train": {in_train: 3, "Vesuv": 2}, "val": {in_val: 3, "Vesuv": 2}}
     root = image_folder(tmp_path, counts)
     config = DataConfig(name="folder", root=str(root))
     check_data(Config(data=config))
@@ -357,11 +303,9 @@ def test_class_names_of_train_and_val_are_equal_in_both_unicode_forms(
     assert isinstance(dataset.val, Files)
     labels = {path.parent.name: label for path, label in dataset.val.files}
     assert len(dataset.val) == 5
-    assert labels[unicodedata.normalize(in_val, "Ätna")] == dataset.target_names.index(
-        unicodedata.normalize(in_train, "Ätna")
-    )
+    assert labels[in_val] == dataset.target_names.index(in_train)
     # A run that was trained elsewhere may have the other form, too.
-    evaluated = FolderDataset(config, [unicodedata.normalize(in_val, "Ätna"), "Vesuv"])
+    evaluated = FolderDataset(config, [in_val, "Vesuv"])
     assert len(evaluated.val) == 5
 
 

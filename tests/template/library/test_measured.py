@@ -31,7 +31,6 @@ from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.step import Step
-from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
@@ -153,18 +152,14 @@ def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str)
     return trained(ranks, store, folder, *overrides)
 
 
-@pytest.mark.parametrize("slow", [1, 0])
 @pytest.mark.slow(seconds=3)
-@pytest.mark.sample(2)
-def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(
-    tmp_path: Path, slow: int
-) -> None:
+def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(tmp_path: Path) -> None:
     """All ranks have the same step time, because each step waits for the slowest rank. The
     waiting time must not count as compute time.
     """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
-    ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), slow, *words)[0]["ranks"]
-    assert ranks[slow]["compute_ms"] > ranks[1 - slow]["compute_ms"] + 10
+    ranks = in_ranks(slow_rank, 2, str(tmp_path / "run"), 1, *words)[0]["ranks"]
+    assert ranks[1]["compute_ms"] > ranks[0]["compute_ms"] + 10
 
 
 def step_of(model: nn.Module) -> PhaseStep:
@@ -176,7 +171,7 @@ def random_batch() -> Batch:
     return Batch({"image": torch.randn(4, 8), "target": torch.zeros(4, dtype=torch.int64)})
 
 
-def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> tuple[float, float]:
+def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
     """Run ddp steps in which the reduction of each gradient bucket takes `delay` seconds longer.
     Return the total and the exposed communication time per step after a warm-up, in seconds.
     """
@@ -188,10 +183,7 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
         store,
     )
     assert isinstance(strategy, Distributed)
-    layers = [
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Identity())
-        for _ in range(blocks)
-    ]
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
     wrapped = strategy.wrap(step_of(nn.Sequential(*layers)))
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
@@ -229,11 +221,9 @@ def hooked(ranks: Ranks, store: Any, delay: float, blocks: int, norm: bool) -> t
     return measured
 
 
-@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.slow(seconds=4)
-@pytest.mark.sample(2)
-def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook(norm: bool) -> None:
-    for whole, exposed in in_ranks(hooked, 2, 0.4, 2, norm):
+def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook() -> None:
+    for whole, exposed in in_ranks(hooked, 2, 0.4):
         assert whole == pytest.approx(0.4, rel=0.1)
         assert exposed == pytest.approx(0.4, rel=0.1)
 
@@ -457,34 +447,3 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
         check=True,
     )
     assert 2**20 < int(done.stdout) < len(held) // 2
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_throughput_of_training_on_jpeg_files_agrees_with_the_timestamps_of_its_steps(
-    train: Train, tmp_path: Path
-) -> None:
-    """Loader workers deliver batches in bursts. Throughput computed from the median step time
-    would therefore be too high.
-    """
-    import numpy as np
-    from PIL import Image
-
-    draw = np.random.default_rng(0)
-    for split, count in (("train", 720), ("val", 16)):
-        for number in range(count):
-            path = tmp_path / "data" / split / f"class_{number % 2}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(draw.integers(0, 256, (160, 160, 3), dtype=np.uint8)).save(path)
-    words = (
-        f"data.root={tmp_path}/data",
-        "data.image_size=32",
-        "data.batch_size=8",
-        "data.workers=8",
-    )
-    done = train("data=folder", *words, "data.limit_train=720", "parallel=single", "train.epochs=1")
-    assert done.returncode == 0, done.output
-    assert done.result["throughput"]["images_per_sec"] == pytest.approx(
-        by_the_clock(done.folder, 8), rel=0.02
-    )

@@ -167,7 +167,7 @@ def test_strategy_error_has_the_reason_of_the_driver_or_of_torch_when_cuda_is_un
     for problem in ("the driver's reason", None):
         driver = Driver(problem=problem)
         monkeypatch.setattr(hardware, "cuda", lambda driver=driver: driver)
-        with pytest.raises(RuntimeError) as failure:
+        with pytest.raises(RuntimeError, match=r"parallel\.accelerator=cpu") as failure:
             on_gpus(devices=1)
         assert (problem or "torch's reason") in str(failure.value)
 

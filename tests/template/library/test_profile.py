@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import summary_lines
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.record.result import read_result
-from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import in_ranks
 
 OVERRIDES = (
@@ -109,17 +107,6 @@ def test_headspace_replays_batches_saves_nothing_and_marks_its_result(tmp_path: 
     assert read_result(folder).checkpoint is not None
     with pytest.raises(RefusedError, match=r"^data\.replay_batches=3: .*resume"):
         run(config, folder, Ranks(), None)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_profiled_run_prints_the_times_of_the_step_parts_on_stdout_and_nothing_on_stderr(
-    train: Train,
-) -> None:
-    done = train("debug=profile", "parallel=single", "data.limit_train=640")
-    assert done.returncode == 0 and done.stderr == "", done.output
-    assert re.search(r"data [\d.]+ \(\d+%\), forward .*, backward .*, optimizer ", done.stdout)
 
 
 @pytest.mark.nightly

@@ -205,7 +205,6 @@ def resume_with_other_settings(base: Path) -> None:
         (lambda base: write_environment(base / "run", commit=None), STEPS, "has no commit"),
         (lambda base: write_environment(base / "run", dirty=True), STEPS, "code.diff: missing"),
         (write_diff("diff --git a/x b/x\n+1\ncut: larger\n"), STEPS, "cut as"),
-        (write_diff("cut: larger\n"), STEPS, "cut as"),
         (write_diff("diff --git a/x b/x\n+token = ***\n"), STEPS, "masked"),
         (write_diff("diff --git a/x b/x\n--- a/x\n+++ b/x\n"), STEPS, "cannot be restored"),
         (resume_with_other_settings, STEPS, "resumed with other settings"),

@@ -32,7 +32,7 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.parts import build_networks
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.gpu import EACH_ACCELERATOR, error_on_waits
+from timm_parallel.testing.gpu import ONLY_CUDA, error_on_waits
 from timm_parallel.testing.ranks import in_ranks
 
 # These options add work to a training step. None of them needs the CPU to read tensor values.
@@ -279,7 +279,9 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+@pytest.mark.parametrize(
+    "accelerator", [pytest.param("cpu", marks=pytest.mark.nightly), *ONLY_CUDA]
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,13 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from src.schema import Config, TrainConfig
 from tests.template.runs import resolved, task_of
-from timm_parallel.data import tar_index as tars
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
@@ -117,15 +114,6 @@ def test_train_split_pattern_selects_tar_files_and_an_error_names_a_missing_file
     (tmp_path / "shard-0010.tar").unlink()
     with pytest.raises(ValueError, match=r"no tar file shard-0010\.tar"):
         build_dataset(config.data)
-
-
-@given(first=st.integers(0, 99), more=st.integers(0, 30))
-@settings(max_examples=30, deadline=None)
-def test_brace_range_in_a_split_pattern_expands_to_zero_padded_file_names(
-    first: int, more: int
-) -> None:
-    names = tars._expand_braces(f"a-{{{first:03d}..{first + more:03d}}}.tar")
-    assert names == [f"a-{n:03d}.tar" for n in range(first, first + more + 1)]
 
 
 @pytest.mark.parametrize(

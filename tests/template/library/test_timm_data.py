@@ -203,20 +203,10 @@ def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
         images.val[2]
 
 
-@pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist", "torch/fashion_mnist"])
+@pytest.mark.parametrize("name", ["torch/cifar10", "torch/mnist"])
 def test_error_names_the_download_key_when_torchvision_data_is_missing(
     tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(ValueError, match=r"data\.kwargs\.download=true") as refusal:
         build_dataset(config_of(name, tmp_path).data)
     assert str(refusal.value).startswith(f"data.name={name}: ") and "\n" not in str(refusal.value)
-
-
-def test_hugging_face_dataset_error_has_a_pip_command_when_the_package_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    # Remove the module in which timm imports the package, so that timm imports it again.
-    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
-    with pytest.raises(ValueError, match=r"data\.name=hfds/ylecun/mnist: .*pip install datasets"):
-        build_dataset(config_of("hfds/ylecun/mnist", tmp_path).data)

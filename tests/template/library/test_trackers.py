@@ -302,12 +302,6 @@ def test_tracker_override_selects_the_trackers_in_use(
     assert list(resolved(*overrides).tracker.classes()) == expected
 
 
-def test_default_tracker_config_selects_tensorboard_only() -> None:
-    assert TrackerConfig().classes() == {
-        "tensorboard": "timm_parallel.trackers.tensorboard.TensorBoard"
-    }
-
-
 def test_wandb_and_mlflow_are_refused_with_a_pip_command_when_not_installed(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,36 +439,6 @@ def first_value(folder: Path, key: str) -> float:
     from timm_parallel.config.compose import load_config
 
     return float(getattr(load_config(folder).optim, key))
-
-
-@pytest.mark.slow(seconds=60)
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_sweep_jobs_share_one_wandb_group_and_one_mlflow_experiment(
-    train: Train, tmp_path: Path
-) -> None:
-    pytest.importorskip("wandb")
-    mlflow = pytest.importorskip("mlflow")
-    folder = tmp_path / "sweeps" / "12-00-00"
-    words = (
-        *SHORT,
-        ALL,
-        "seed=1,2",
-        "model=tiny",
-        f"hydra.sweep.dir={folder}",
-        f"paths.output_dir={tmp_path / 'out'}",
-    )
-    done = train("-m", *words, defaults=False, environment={"WANDB_MODE": "offline"})
-    assert done.returncode == 0, done.output
-    groups = [
-        r.run.run_group for job in "01" for r in wandb_records(folder / job) if r.HasField("run")
-    ]
-    assert groups and set(groups) == {"train sweeps 12-00-00"}
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
-    runs = client.search_runs(
-        [client.get_experiment_by_name("train sweeps 12-00-00").experiment_id]
-    )
-    assert sorted(run.data.params["seed"] for run in runs) == ["1", "2"]
 
 
 @pytest.fixture

@@ -55,22 +55,27 @@ COMMON = (
     "data.augment.scale=[0.6,1.0]",
     "data.augment.hflip=0.5",
 )
-QUICK = ("dp2", "ddp2", "fsdp2")
+EACH_COMMIT = [
+    *(("sgd", spread) for spread in ("dp2", "ddp2", "fsdp2")),
+    *(("adamw", "ddp2"), ("accumulate", "ddp2"), ("clip_grad", "fsdp2")),
+]
+# The other strategies and numbers of devices, and pairs for which a strategy has code of its own.
+AT_NIGHT = [
+    *(("sgd", spread) for spread in SPREADS if ("sgd", spread) not in EACH_COMMIT),
+    *(("adamw", "fsdp2"), ("accumulate", "dp2"), ("accumulate", "fsdp2"), ("clip_grad", "ddp2")),
+]
 
 
 def _case(training: str, spread: str) -> Any:
     marks = [] if spread.startswith("dp") else [pytest.mark.processes]
-    if spread not in QUICK or training != "sgd":
+    if training != "sgd":
         marks.append(pytest.mark.slow(seconds=2))
-    # Run these trainings at every commit: those with sgd under all strategies on two devices, with
-    # clipping under fsdp, and all others under ddp.
-    others = ("fsdp2",) if training == "clip_grad" else ("ddp2",)
-    if spread not in (QUICK if training == "sgd" else others):
+    if (training, spread) in AT_NIGHT:
         marks.append(pytest.mark.nightly)
     return pytest.param(training, spread, marks=marks)
 
 
-CASES = [_case(training, spread) for training in TRAININGS for spread in SPREADS]
+CASES = [_case(*pair) for pair in EACH_COMMIT + AT_NIGHT]
 
 
 @dataclass

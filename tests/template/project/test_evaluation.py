@@ -90,7 +90,6 @@ def _flip(image: Tensor) -> Tensor:
     [
         (["parallel.devices=2"], "parallel.devices=2: single uses one device"),
         (["parallel=ddp", "parallel.dim=1"], "parallel.dim=1: an option of dp"),
-        (["data.batch_size=8", "data.batch_size_per_device=4"], "set one"),
         (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
     ],
 )
@@ -255,7 +254,8 @@ def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finishe
 def test_evaluate_py_reproduces_metrics_of_last_checkpoint(
     finished_run: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.main([f"run={finished_run.folder}", "split=val", "checkpoint=last"]) == 0
+    words = ("split=val", "checkpoint=last", "data.batch_size=7")
+    assert entry.main([f"run={finished_run.folder}", *words]) == 0
     actual = json.loads(capsys.readouterr().out)
     assert actual["correct"] == finished_run.result["val"]["correct"]
     assert actual["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
@@ -278,18 +278,8 @@ def of_another_model(folder: Path) -> str:
     return "a different model"
 
 
-def not_a_number(folder: Path) -> str:
-    for path in (folder / "checkpoints").glob("*.pt"):
-        contents = torch.load(path, weights_only=True)
-        contents["model"]["head.weight"][0, 0] = float("nan")
-        torch.save(contents, path)
-    for path in (folder / "checkpoints").glob("*.json"):
-        path.unlink()
-    return "head.weight"
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model, not_a_number])
+@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
 def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
     finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
 ) -> None:
@@ -329,16 +319,6 @@ def test_evaluate_py_refuses_invalid_arguments_in_one_line(
 
 
 @pytest.mark.processes
-def test_evaluate_py_gives_the_same_metrics_with_another_batch_size(
-    finished_run: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert entry.main([f"run={finished_run.folder}", "split=test", "data.batch_size=7"]) == 0
-    actual = json.loads(capsys.readouterr().out)
-    assert actual["correct"] == finished_run.result["test"]["correct"]
-    assert actual["loss"] == pytest.approx(finished_run.result["test"]["loss"], rel=1e-6)
-
-
-@pytest.mark.processes
 def test_evaluate_py_evaluates_a_model_given_by_model_name_and_model_weights(
     finished_run: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,14 +331,13 @@ def test_evaluate_py_evaluates_a_model_given_by_model_name_and_model_weights(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("classes", [10, 3])
 def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
-    finished_run: Finished, capfd: pytest.CaptureFixture[str], classes: int
+    finished_run: Finished, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Labels of different classes have different meanings, even if the number of classes is the
     same.
     """
-    overrides = ["data=synthetic", "data.kwargs.in_chans=1", f"data.kwargs.num_classes={classes}"]
+    overrides = ["data=synthetic", "data.kwargs.in_chans=1", "data.kwargs.num_classes=10"]
     assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
     err = capfd.readouterr().err
     assert (
@@ -380,24 +359,14 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "dp"])
-@pytest.mark.sample(2)
-def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(
-    finished_run: Finished, capfd: pytest.CaptureFixture[str], strategy: str
-) -> None:
-    overrides = [f"run={finished_run.folder}", f"parallel={strategy}", "parallel.devices=2"]
-    # Start a process for ddp, because the command starts itself again as ranks.
-    if strategy == "ddp":
-        command = [sys.executable, "evaluate.py", *overrides]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        message = done.stdout
-    else:
-        assert entry.main(overrides) == 0
-        message = capfd.readouterr().out
-    actual = {line["split"]: line for line in map(json.loads, message.splitlines())}
+def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(finished_run: Finished) -> None:
+    overrides = [f"run={finished_run.folder}", "parallel=ddp", "parallel.devices=2"]
+    command = [sys.executable, "evaluate.py", *overrides]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert actual["test"]["world_size"] == 2
     for key in ("correct", "samples", "acc_per_class"):
         assert actual["test"][key] == finished_run.result["test"][key], key

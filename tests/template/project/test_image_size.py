@@ -86,11 +86,11 @@ class LargestTensor(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("sides", [(1, 9_000), (9_000, 2)])
-@pytest.mark.parametrize("size", [(24, 24), (16, 24)])
-@pytest.mark.parametrize("mode", ["eval", None, "rrc", "rkrc", "rkrr"])
+@pytest.mark.parametrize("mode", ["eval", None, "rkrc", "rkrr"])
 def test_image_of_an_extreme_aspect_ratio_is_cropped_before_it_is_resized(
-    sides: tuple[int, int], size: tuple[int, int], mode: str | None
+    sides: tuple[int, int], mode: str | None
 ) -> None:
+    size = (16, 24)
     preprocessing = Preprocessing((3, *size), (0.5,) * 3, (0.5,) * 3, 0.875, "center", "bicubic")
     transform = evaluation_transform(preprocessing)
     if mode != "eval":
@@ -169,22 +169,6 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert export_script.main([f"run={trained}", f"output={trained / 'export'}"]) == 0
     config = json.loads((trained / "export" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [3, 48, 64]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=2)
-@pytest.mark.processes
-def test_run_on_non_square_images_resumes_bit_identically_in_mid_epoch(
-    trained: Path, images: Path, tmp_path: Path
-) -> None:
-    words = (*WORDS, f"data.root={images}", "parallel=single")
-    part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
-    run_warm(part, *words)
-    weights = [
-        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
-        for folder in (trained, part)
-    ]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.slow(seconds=2)

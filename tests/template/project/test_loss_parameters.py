@@ -1,5 +1,5 @@
-"""Parameters that are not in the model, such as those of a loss. They are trained, saved and
-resumed, but not exported.
+"""Parameters that are not in the model, such as those of a loss. They are trained and saved, but
+not exported.
 """
 
 from __future__ import annotations
@@ -7,10 +7,8 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,19 +18,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
-from src.train.run import train as take_all_steps
-from tests.template.runs import parts_of, resolved, start_run, task_of
+from tests.template.runs import parts_of, resolved, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.machine.signals import Stopped
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.model.checks import check_is_complete
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
@@ -101,33 +96,17 @@ def config_of(*overrides: str) -> ResolvedConfig:
     return config
 
 
-def train(
-    ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None = None
-) -> None:
-    """Train from the checkpoint in `folder`, if there is one, to the end or to step `stop_at`."""
+def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig) -> None:
     torch.set_num_threads(1)
-    run = start_run(config, Path(folder), ranks, store)
-    strategy, (phase,) = run.parts.strategy, run.parts.state.phases
-
-    def stop_if_due(*_: Any) -> None:
-        if run.parts.progress.step + 1 == stop_at:
-            strategy.group.stop.request(signal.SIGTERM)
-
-    phase.wrapped.register_forward_hook(stop_if_due)
-    try:
-        with run.training() as training:
-            take_all_steps(training)
-    except Stopped:
-        strategy.close()
+    train_run(config, Path(folder), ranks, store)
 
 
-def train_in(folder: Path, config: ResolvedConfig, stop_at: int | None = None) -> Path:
-    if not folder.exists():
-        prepare(config, folder)
+def train_in(folder: Path, config: ResolvedConfig) -> Path:
+    prepare(config, folder)
     if config.parallel.has_ranks:
-        in_ranks(train, config.parallel.devices, str(folder), config, stop_at)
+        in_ranks(train, config.parallel.devices, str(folder), config)
     else:
-        train(Ranks(), None, str(folder), config, stop_at)
+        train(Ranks(), None, str(folder), config)
     return folder
 
 
@@ -252,34 +231,6 @@ def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved() -> None
     dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
         saving.checkpoint_of(run, [])
-
-
-@pytest.mark.parametrize(("old", "new"), [("fsdp", "ddp"), ("single", "single"), ("fsdp", "fsdp")])
-@pytest.mark.processes
-@pytest.mark.slow(seconds=7)
-@pytest.mark.nightly
-def test_run_with_a_loss_with_parameters_resumes_in_mid_epoch(
-    trained: Callable[[str], Path], tmp_path: Path, old: str, new: str
-) -> None:
-    folder = train_in(tmp_path / "run", config_of(*SPREADS[old]), stop_at=6)
-    assert contents(folder)["progress"]["step_in_epoch"] == 2
-    train_in(folder, config_of(*SPREADS[new]))
-    expected, actual = contents(trained(new)), contents(folder)
-    assert losses(folder) == pytest.approx(losses(trained(new)), rel=1e-5)
-    parts = [
-        {**of["model"], **of["averages"]["ema"], **of["networks"]["loss"]}
-        for of in (expected, actual)
-    ]
-    for name, tensor in parts[0].items():
-        is_equal = torch.equal if old == new else partial(torch.allclose, rtol=1e-3, atol=1e-4)
-        assert is_equal(parts[1][name], tensor), name
-    if old == new:
-        states = [of["phases"]["train"]["optimizer"]["state"] for of in (expected, actual)]
-        assert all(
-            map(
-                torch.equal, *(tree_leaves([state[name] for name in states[0]]) for state in states)
-            )
-        )
 
 
 @pytest.mark.slow(seconds=2)

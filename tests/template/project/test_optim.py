@@ -20,28 +20,8 @@ from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
 from tests.template.runs import resolved
 from timm_parallel.config.timm_names import timm_optimizers
 
-# Optimizers of Apex and bitsandbytes, which need CUDA and more packages.
-HERE_WITHOUT = (
-    *(
-        "bnbadam",
-        "bnbadam8bit",
-        "bnbadamw",
-        "bnbadamw8bit",
-        "bnbsgd",
-        "bnbsgd8bit",
-        "bnblion",
-        "bnblion8bit",
-    ),
-    *(
-        "bnbademamix",
-        "bnbademamix8bit",
-        "fusedadam",
-        "fusedadamw",
-        "fusedlamb",
-        "fusednovograd",
-        "fusedsgd",
-    ),
-)
+# Optimizers of Apex and bitsandbytes need CUDA and more packages.
+OF_CUDA = {opt for opt in timm_optimizers() if opt.startswith(("bnb", "fused"))}
 # Optimizers of the quick tests. kron is not one of them, because its compilation takes 20 s.
 # kronc and kronw are the same class as kron, so they are not tested.
 QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
@@ -52,7 +32,7 @@ QUICK_OPTIMIZERS = ("adamw", "sgd", "momentum", "lamb", "lion", "muon")
     "opt",
     [
         opt if opt in QUICK_OPTIMIZERS else pytest.param(opt, marks=pytest.mark.slow(seconds=0.1))
-        for opt in sorted(timm_optimizers() - {*HERE_WITHOUT, "adahessian", "kronc", "kronw"})
+        for opt in sorted(timm_optimizers() - {*OF_CUDA, "adahessian", "kronc", "kronw"})
     ],
 )
 def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> None:
@@ -70,8 +50,7 @@ def test_every_timm_optimizer_updates_all_weights_within_two_steps(opt: str) -> 
     )
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("opt", sorted(timm_optimizers().intersection(HERE_WITHOUT)))
+@pytest.mark.parametrize("opt", ["bnbadamw", "fusedadamw"])
 def test_apex_and_bitsandbytes_optimizers_are_refused_when_there_is_no_cuda(opt: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("Apex or bitsandbytes may work here")
@@ -167,9 +146,7 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
             ("optim.sched=cosine",),
             {0: 0.1, 10: 0.55, 20: 1.0, 60: 0.5, 40: 0.5 + 0.5 * math.cos(math.pi / 4), 100: 0.0},
         ),
-        (("optim.sched=cosine", "optim.min_lr=0.2"), {20: 1.0, 60: 0.6, 100: 0.2}),
         (("optim.sched=cosine", "optim.cooldown_epochs=3"), {20: 1.0, 45: 0.5, 70: 0.0, 99: 0.0}),
-        (("optim.sched=poly", "optim.decay_rate=2.0"), {20: 1.0, 60: 0.25, 80: 0.0625}),
         (("optim.sched=constant",), {0: 0.1, 20: 1.0, 99: 1.0}),
         (
             ("optim.sched=step", "optim.decay_epochs=3", "optim.decay_rate=0.5"),
@@ -180,14 +157,6 @@ def rates(*overrides: str, steps_per_epoch: int = 10, steps: int | None = None) 
             ("optim.sched=multistep", "optim.decay_milestones=[4,7]"),
             {20: 1.0, 38: 1.0, 39: 0.1, 68: 0.1, 69: 0.01},
         ),
-        (
-            ("optim.sched=wsd", "optim.decay_epochs=4"),
-            {20: 1.0, 59: 1.0, 80: 1 - math.sqrt(0.5), 100: 0.0},
-        ),
-        (
-            ("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",),
-            {20: 1.0, 40: 0.5, 60: 0.5, 80: 0.25, 100: 0.0},
-        ),
     ],
 )
 def test_learning_rate_schedule_matches_rates_computed_by_hand(
@@ -197,7 +166,7 @@ def test_learning_rate_schedule_matches_rates_computed_by_hand(
     assert {step: actual[step] for step in expected} == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("decay_epochs", [0.5, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("decay_epochs", [0.7, 2.5])
 @pytest.mark.parametrize("sched", ["wsd", "rsqrt"])
 def test_decay_epochs_of_wsd_and_rsqrt_schedules_set_the_length_of_the_final_decay(
     sched: str, decay_epochs: float

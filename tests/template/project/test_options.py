@@ -38,8 +38,6 @@ OPTIONS = sorted(
     # profile, which needs several steps. The packages of wandb and mlflow are optional.
     and path.stem not in ("slurm", "kubernetes", "profile", "wandb", "mlflow")
 )
-# Options that the quick tests run; `make test-all` runs all.
-QUICK = (("data", "folder"), ("debug", "fast"), ("optim", "sgd"))
 ONE_STEP = (
     "train.max_steps=1",
     "data.limit_train=64",
@@ -194,13 +192,10 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
     return ["-m", *words] if f"train.py -m {group}={option}" in text else words
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("group", "option"),
-    [
-        pytest.param(*row, id="=".join(row), marks=() if row in QUICK else pytest.mark.slow)
-        for row in OPTIONS
-    ],
+    ("group", "option"), [pytest.param(*row, id="=".join(row)) for row in OPTIONS]
 )
 @pytest.mark.sample(24)
 def test_every_option_of_every_config_group_trains_one_step(
@@ -221,10 +216,6 @@ def test_every_option_of_every_config_group_trains_one_step(
     assert dataclasses.asdict(frozen) == dataclasses.asdict(load_config(folder)), (
         "expected config.yaml to match the config of the run"
     )
-
-
-def test_config_options_selected_for_the_fast_test_suite_exist() -> None:
-    assert set(QUICK) <= set(OPTIONS)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -260,24 +251,3 @@ def test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights
     assert (new["steps"], new["status"]) == (3, "done")
     assert load_config(first) == load_config(second)
     assert files_below(first) == before, "expected unchanged files in the folder of the first run"
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.nightly
-def test_run_from_a_saved_config_has_another_train_loss_when_the_seed_changes(
-    run_command: RunCommand, tmp_path: Path
-) -> None:
-    """If the seed had no effect, the test above could not fail."""
-    run_command(tmp_path / "one", *ONE_STEP, "model=tiny", "seed=1")
-    run_command(
-        tmp_path / "two",
-        "--config-path",
-        str(tmp_path / "one"),
-        "--config-name",
-        "config",
-        "seed=2",
-    )
-    assert (
-        result_of(tmp_path / "one")["train"]["loss"] != result_of(tmp_path / "two")["train"]["loss"]
-    )

@@ -5,8 +5,6 @@ sizes in bytes.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from timm_parallel.lab.plan import Plan
 from timm_parallel.measure.flops import count_flops
 from timm_parallel.parallel.networks import Networks
 
-ROOT = Path(__file__).parents[3]
 LARGE = (
     *("model=resnet18", "model.name=vit_small_patch16_224", "data=folder", "data.image_size=224"),
     *("parallel=ddp", "parallel.devices=8"),
@@ -99,11 +96,7 @@ def allocated(forward: Any) -> int:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("devices", [2, 1])
-@pytest.mark.sample(2)
-def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(
-    devices: int, tmp_path: Path
-) -> None:
+def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(tmp_path: Path) -> None:
     overrides = (
         "optim.sched=cosine",
         "optim.warmup_epochs=1",
@@ -111,12 +104,12 @@ def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(
         "train.epochs=4",
         "data.limit_train=200",
     )
-    planned = plan_for("parallel=ddp", *overrides, devices=devices)
-    run_warm(tmp_path, "parallel=ddp", f"parallel.devices={devices}", *overrides)
+    planned = plan_for("parallel=ddp", *overrides, devices=2)
+    run_warm(tmp_path, "parallel=ddp", "parallel.devices=2", *overrides)
     result = json.loads((tmp_path / "result.json").read_text())
     assert planned.steps == result["steps"]
     assert planned.dropped_per_epoch == result["dropped_per_epoch"]
-    assert planned.images_per_device * devices == result["samples_seen"] / result["epochs"]
+    assert planned.images_per_device * 2 == result["samples_seen"] / result["epochs"]
     assert planned.parameters == result["parameters"]
     assert planned.flops_per_step == result["flops_per_step"]
 
@@ -130,9 +123,9 @@ def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices()
     assert auto[0].reason == ""
 
 
-@pytest.mark.slow(seconds=6)
+@pytest.mark.slow(seconds=3)
 def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() -> None:
-    overrides = ("model=vit_tiny", "model.ema.decay=0.9", "data.batch_size=16")
+    overrides = ("model.ema.decay=0.9", "data.batch_size=16")
     spreads = (
         ("parallel=ddp",),
         ("parallel=fsdp", "parallel.shard_size=2"),
@@ -287,17 +280,6 @@ def test_plan_measures_losses_that_gather_samples_and_says_when_losses_need_valu
     assert min(costs_of(plans[0])) > 0 and plans[0].warnings == []
     assert (plans[1].flops_per_step, plans[1].bytes_per_device) == (None, None)
     assert (plans[1].steps, plans[1].warnings) == (plans[0].steps, [UNKNOWN])
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_plan_py_json_output_has_one_entry_per_device_count() -> None:
-    command = [sys.executable, "scripts/plan.py", "model=tiny", "parallel.devices=1,8", "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert [entry["devices"] for entry in json.loads(done.stdout)] == [1, 8], done.stderr
 
 
 @pytest.mark.parametrize("word", ["parallel.devices=0", "modle=tiny"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from sklearn.metrics import mean_absolute_error, r2_score
 from torch.nn import functional
 
 import evaluate as entry
@@ -81,13 +80,9 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
-@pytest.mark.sample(3)
-def test_regression_trains_equally_under_every_strategy(
-    colors: Path, tmp_path: Path, parallel: str
-) -> None:
+def test_regression_trains_equally_under_every_strategy(colors: Path, tmp_path: Path) -> None:
     results, losses = [], []
-    for name, devices in (("single", 1), (parallel, 2)):
+    for name, devices in (("single", 1), ("ddp", 2)):
         words = (f"data.root={colors}", f"parallel={name}", f"parallel.devices={devices}")
         folder = run_warm(tmp_path / name, *SMALL, *words, "train.log_every=1")
         results.append(read_result(folder))
@@ -117,11 +112,11 @@ def test_regression_loss_equals_the_torch_loss_of_the_first_outputs(
     assert task.build_criterion()(outputs, targets).mean().item() == pytest.approx(expected.item())
 
 
-def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
+def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (23, 1, 2, 2), generator=draw, dtype=torch.uint8)
-    targets = torch.randn(23, numbers, generator=draw) * 5 + 100
-    task = task_of(numbers, TrainConfig(task="regression", loss="mse"))
+    targets = torch.randn(23, 3, generator=draw) * 5 + 100
+    task = task_of(3, TrainConfig(task="regression", loss="mse"))
     config = ResolvedParallel(
         strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
     )
@@ -130,7 +125,7 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
     loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, numbers))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     bias = model[1].bias
     assert isinstance(bias, torch.Tensor)
     bias.data += 100
@@ -145,20 +140,16 @@ def measured(ranks: Ranks, store: Any, numbers: int) -> dict[str, Any]:
     assert evaluation.numbers["rmse"] == pytest.approx(expected["rmse"], rel=1e-6)
     for name, value in expected.items():
         assert evaluation.numbers[name] == pytest.approx(value, rel=1e-5), name
-    if numbers == 1:
-        theirs = root_mean_squared_error(labels, scores)
-        assert evaluation.numbers["rmse"] == pytest.approx(theirs, rel=1e-5)
     strategy.close()
     return evaluation.numbers
 
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
-@pytest.mark.parametrize("numbers", [pytest.param(1, marks=pytest.mark.nightly), 3])
-def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks(numbers: int) -> None:
-    alone = measured(Ranks(), None, numbers)
+def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks() -> None:
+    alone = measured(Ranks(), None)
     for world_size in (2, 3):
-        for of_rank in in_ranks(measured, world_size, numbers):
+        for of_rank in in_ranks(measured, world_size):
             assert of_rank == pytest.approx(alone, rel=1e-9)
 
 
@@ -166,22 +157,6 @@ def test_regression_r2_is_none_when_all_targets_are_equal() -> None:
     sums = torch.tensor([[1.0], [1.0], [6.0], [12.0]])
     assert Regression.metrics["r2"].from_sums is not None
     assert Regression.metrics["r2"].from_sums(sums, 3) is None
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=4)
-@pytest.mark.processes
-def test_regression_run_resumes_bit_identically_in_mid_epoch(colors: Path, tmp_path: Path) -> None:
-    words = (*SMALL, f"data.root={colors}", "parallel=ddp", "parallel.devices=2")
-    whole = run_warm(tmp_path / "whole", *words)
-    # Stop in the second of two epochs, which have three steps each.
-    part = run_warm(tmp_path / "part", *words, "train.max_steps=4")
-    run_warm(part, *words)
-    weights = [
-        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
-        for folder in (whole, part)
-    ]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.processes
@@ -217,24 +192,6 @@ def test_regression_hub_export_names_each_number_and_has_no_probabilities(
     assert not any(word in card for word in ("softmax", "sigmoid", "pipeline_tag"))
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
-@pytest.mark.slow
-@pytest.mark.processes
-def test_transformers_computes_squared_error_loss_for_a_regression_hub_export(
-    trained: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForImageClassification
-
-    assert export.main([f"run={trained}", f"output={tmp_path}", "format=hub"]) == 0
-    model = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    images, targets = torch.randn(4, 3, 16, 24), torch.rand(4, 2)
-    with torch.inference_mode():
-        outputs = model(images, labels=targets)
-    assert outputs.loss.item() == pytest.approx((outputs.logits - targets).square().mean().item())
-    assert model.config.id2label == dict(enumerate(NAMES))
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -264,21 +221,21 @@ def test_csv_cell_that_is_not_a_number_is_refused_with_the_line_number(
         check_data(config)
 
 
-@pytest.mark.slow(seconds=8)
+@pytest.mark.slow(seconds=4)
 def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Path) -> None:
     """The loop has its own model, order of images, optimizer and schedule."""
     import timm
 
     words = (
         *("optim=sgd", "optim.sched=constant", "data.augment.hflip=0", "data.augment.scale=null"),
-        *("optim.lr=0.01", "optim.weight_decay=0", "optim.warmup_epochs=0", "train.epochs=10"),
+        *("optim.lr=0.01", "optim.weight_decay=0", "optim.warmup_epochs=0", "train.epochs=4"),
         *("train.log_every=1", "parallel=single", "data.mean=[0.5,0.5,0.5]"),
         *("data.std=[0.25,0.25,0.25]", "+optim.kwargs.nesterov=false"),
     )
     folder = run_warm(tmp_path / "ours", *SMALL, f"data.root={colors}", *words)
     ours = losses_of(folder)
     run = read_result(folder)
-    assert run.epochs == 10
+    assert run.epochs == 4
     # Only the order of images and the initial weights come from the project.
     from timm_parallel.config.compose import load_config
     from timm_parallel.data.build import build_dataset
@@ -294,7 +251,7 @@ def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Pat
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     sampler = TrainSampler(len(data.train), 12, 0, 1, config.seed)
     theirs = []
-    for epoch in range(10):
+    for epoch in range(4):
         sampler.start_at(epoch)
         for batch in sampler:
             samples = [data.train[index] for index in batch.indices.tolist()]

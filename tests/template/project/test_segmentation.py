@@ -26,7 +26,13 @@ from scripts import check_data as check_data_script
 from scripts import predict
 from src.models.build import build_model
 from src.models.segmenter import Segmenter
-from src.schema import Config, DataConfig, ResolvedParallel, ResolvedTrain, TrainConfig
+from src.schema import (
+    Config,
+    DataConfig,
+    ResolvedParallel,
+    ResolvedTrain,
+    TrainConfig,
+)
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
 from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.batch import Batch
@@ -65,7 +71,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow(seconds=8)
+@pytest.mark.slow(seconds=1)
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -157,7 +163,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["resize", "whole", "slide"])
+@pytest.mark.parametrize("mode", ["slide", "whole", "resize"])
 @pytest.mark.sample(3)
 def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -> None:
     alone = measured(Ranks(), None, mode)
@@ -296,13 +302,11 @@ def test_segmentation_losses_are_equal_with_and_without_deterministic_algorithms
 
 @pytest.mark.slow(seconds=6)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
-@pytest.mark.sample(3)
-def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path, parallel: str) -> None:
+def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path) -> None:
     """BatchNorm is frozen, because its statistics depend on the images of a rank."""
     results, losses = [], []
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"',)
-    for name, devices in (("single", 1), (parallel, 2)):
+    for name, devices in (("single", 1), ("ddp", 2)):
         words = (*SMALL, *frozen, f"parallel={name}", f"parallel.devices={devices}")
         folder = run_warm(tmp_path / name, *words)
         lines = read_lines(folder / "metrics.jsonl")
@@ -400,19 +404,16 @@ def write_photos(folder: Path, *names: str) -> list[Path]:
     return paths
 
 
-@pytest.mark.slow(seconds=3)
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("images", "option"),
     [
-        ("photos", "folder=photos"),
         ("photos", "folder=photos/new/masks"),
         ("photos", "folder=linked"),
         ("linked", "folder=photos/new"),
         ("photos", "folder=elsewhere/new"),
         ("photos/b.png", "folder=photos"),
-        ("photos/a", "folder=photos"),
         ("photos", "folder=truth"),
-        ("photos", "output=photos/b.png"),
         ("linked", "output=photos/a/a/y.jpg"),
     ],
 )
@@ -439,7 +440,7 @@ def test_predict_py_refuses_to_overwrite_an_image_or_another_file(
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow(seconds=3)
+@pytest.mark.slow(seconds=1)
 def test_predict_py_writes_a_mask_and_an_overlay_of_each_image_when_names_collide(
     segmenting_run: Path, tmp_path: Path
 ) -> None:
@@ -469,36 +470,20 @@ OF_ROADS = (
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 @pytest.mark.processes
-@pytest.mark.parametrize("parallel", ["ddp", "dp", "fsdp"])
 def test_evaluation_result_is_equal_when_ranks_have_unequal_numbers_of_windows(
-    roads: Path, tmp_path: Path, parallel: str
+    roads: Path, tmp_path: Path
 ) -> None:
     """Images of height 40 have two rows of windows, those of height 36 have one."""
     words = (*OF_ROADS, f"data.root={roads}", "+train.task_kwargs.evaluation=slide")
     # Freeze BatchNorm, because its statistics depend on the images of a rank.
     frozen = ('model.freeze=".*(bn|norm|downsample|smooth.1)"', "data.augment.scale=null")
     alone = run_warm(tmp_path / "single", *words, *frozen, "parallel=single")
-    spread = (f"parallel={parallel}", "parallel.devices=2")
-    folder = run_warm(tmp_path / parallel, *words, *frozen, *spread)
+    # Under fsdp, all ranks must call the model equally often.
+    spread = ("parallel=fsdp", "parallel.devices=2")
+    folder = run_warm(tmp_path / "fsdp", *words, *frozen, *spread)
     expected, actual = (read_result(of_run).val for of_run in (alone, folder))
     assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-3)
     assert actual["pixel_acc"] == pytest.approx(expected["pixel_acc"], abs=1e-2)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=6)
-@pytest.mark.processes
-def test_segmentation_run_resumes_bit_identically_in_mid_epoch(tmp_path: Path) -> None:
-    words = (*SMALL, "parallel=ddp", "parallel.devices=2")
-    whole = run_warm(tmp_path / "whole", *words)
-    # Stop in the second of two epochs, which have four steps each.
-    part = run_warm(tmp_path / "part", *words, "train.max_steps=5")
-    run_warm(part, *words)
-    weights = [
-        torch.load(folder / "checkpoints/last.pt", weights_only=True)["model"]
-        for folder in (whole, part)
-    ]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.nightly
@@ -683,7 +668,6 @@ EXACT: dict[str, Write] = {
     "gray 2 bits": packed(2),
     "gray 4 bits": packed(4),
     "gray TIFF": saved(".tif", compression="tiff_lzw"),
-    "PGM of 3": pgm(3),
     "PGM of 200": pgm(200),
     "GIF": saved(".gif"),
     "colors": with_palette([(0, 0, 0), (9, 0, 0), (0, 9, 0), (9, 9, 9)], [0, 1, 2, 3]),
@@ -707,12 +691,10 @@ def test_palette_of_black_and_white_means_the_classes_0_and_1(tmp_path: Path) ->
 
 
 UNCERTAIN: dict[str, Write] = {
-    "JPEG": saved(".jpg", quality=100),
     "JPEG named PNG": lambda path, mask: Image.fromarray(mask).save(
         path.with_suffix(".png"), "JPEG", quality=100
     ),
     "TIFF of JPEG": saved(".tiff", compression="jpeg"),
-    "lossy WebP": saved(".webp"),
     "TIFF with white first": lambda path, mask: inverted_tiff(path, mask + 251),
     "white before black": with_palette(gray_ramp(255, 0), [1, 0, 0, 0]),
     "visible grays in another order": with_palette(gray_ramp(0, 255, 90, 180), [0, 2, 3, 1]),
@@ -757,7 +739,7 @@ def rotate_by_exif(path: Path, orientation: int) -> None:
         image.save(path, exif=exif)
 
 
-@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+@pytest.mark.parametrize("orientation", [5, 6])
 def test_mask_is_turned_like_its_image_when_the_sizes_show_that_it_is_not(
     tmp_path: Path, orientation: int
 ) -> None:
@@ -774,7 +756,7 @@ def test_mask_is_turned_like_its_image_when_the_sizes_show_that_it_is_not(
     assert np.array_equal(dataset.train[0][1].numpy(), stored.T)
 
 
-@pytest.mark.parametrize(("orientation", "rows"), [(2, 21), (3, 21), (4, 21), (6, 30), (8, 30)])
+@pytest.mark.parametrize(("orientation", "rows"), [(3, 21), (6, 30)])
 def test_image_is_unreadable_when_exif_turns_it_and_the_size_of_its_mask_does_not_tell(
     tmp_path: Path, orientation: int, rows: int
 ) -> None:
@@ -813,9 +795,7 @@ def test_images_and_masks_are_paired_when_their_names_have_other_unicode_forms(
     assert dataset.left_out == {"folder .Trash": 1}
 
 
-@pytest.mark.parametrize(
-    "names", [["a", False], [True, "a"], ["a", 1e-3], ["a", 750], ["a", None], ["é", "e\u0301"]]
-)
+@pytest.mark.parametrize("names", [["a", False], ["é", "e\u0301"]])
 def test_class_names_of_masks_that_are_no_text_or_repeated_are_refused(
     roads: Path, names: list[Any]
 ) -> None:
@@ -857,7 +837,7 @@ def test_key_that_segmentation_does_not_use_is_refused(words: tuple[str, ...], k
     assert str(refusal.value).startswith(key)
 
 
-@pytest.mark.slow(seconds=10)
+@pytest.mark.slow(seconds=5)
 def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Path) -> None:
     """The loop has its own code to read files, and its own loss, optimizer and confusion matrix."""
     for path in (roads / "images").iterdir():
@@ -869,7 +849,7 @@ def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Pa
         *("data.image_size=[32,36]", "data.batch_size=3", "data.augment.hflip=0"),
         *("data.augment.scale=null", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"),
         *("optim=sgd", "optim.sched=constant", "optim.lr=0.01", "optim.weight_decay=0"),
-        *("optim.warmup_epochs=0", "train.epochs=10", "+optim.kwargs.nesterov=false"),
+        *("optim.warmup_epochs=0", "train.epochs=4", "+optim.kwargs.nesterov=false"),
     )
     folder = run_warm(
         *(tmp_path / "ours", *OF_ROADS, f"data.root={roads}", *words, "parallel=single")
@@ -895,7 +875,7 @@ def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Pa
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     sampler = TrainSampler(len(data.train), 3, 0, 1, config.seed)
     theirs, mious = [], []
-    for epoch in range(10):
+    for epoch in range(4):
         sampler.start_at(epoch)
         model.train()
         for batch in sampler:

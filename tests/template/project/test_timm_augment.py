@@ -12,11 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN
 from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy
 from timm.models import model_parameters
-from timm.scheduler import create_scheduler_v2
 from timm.utils import dispatch_clip_grad
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ from src.data.transforms import CropAndFlip, OnImage, batch_step, train_transfor
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.tasks.classification import Classification
 from src.train.build import build_run
-from src.train.optim import build_schedule, clip_adaptively, clip_gradients
+from src.train.optim import clip_adaptively, clip_gradients
 from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
@@ -99,12 +97,11 @@ SAME_DRAWS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("mean", [IMAGENET_DEFAULT_MEAN, (0.1, 0.9, 0.3)], ids=["imagenet", "own"])
 @pytest.mark.parametrize("name", SAME_DRAWS)
-def test_train_transform_matches_timm_with_the_same_random_numbers(
-    name: str, mean: tuple[float, ...]
-) -> None:
+def test_train_transform_matches_timm_with_the_same_random_numbers(name: str) -> None:
     ours, theirs, tolerance = SAME_DRAWS[name]
+    # A policy fills the borders with this color.
+    mean = (0.1, 0.9, 0.3)
     transform = train_transform(AugmentConfig(**ours), (SIZE, SIZE), resize=False, mean=mean)
     assert transform is not None
     arguments = {
@@ -342,32 +339,6 @@ def test_gradient_clipping_matches_timm(mode: str) -> None:
     clip_gradients(OptimConfig(clip_grad=0.05, clip_mode=mode), {"model": ours})
     for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(our.grad, their.grad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("sched", ["cosine", "step", "multistep", "poly", "tanh"])
-def test_lr_schedule_without_warmup_prefix_matches_timm_at_every_step(sched: str) -> None:
-    config = OptimConfig(lr=0.1, sched=sched, warmup_epochs=2, warmup_prefix=False, min_lr=1e-4)
-    if sched in ("step", "multistep"):
-        config.decay_epochs, config.decay_milestones = (
-            (3, None) if sched == "step" else (None, [4.0, 6.0])
-        )
-    ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
-    schedule = build_schedule(config, TrainConfig(epochs=8), ours, 5)
-    expected, _ = create_scheduler_v2(
-        theirs,
-        sched=sched,
-        num_epochs=8,
-        warmup_epochs=2,
-        min_lr=1e-4,
-        step_on_epochs=False,
-        updates_per_epoch=5,
-        **({"decay_epochs": 3} if sched == "step" else {"decay_milestones": [4, 6]}),  # type: ignore[arg-type]
-    )
-    assert expected is not None
-    for step in range(40):
-        schedule.step_update(step)
-        expected.step_update(step)
-        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
 
 
 def test_bce_loss_matches_timm_with_sum_classes_and_pos_weight() -> None:

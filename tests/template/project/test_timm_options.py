@@ -8,19 +8,15 @@ import copy
 import math
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
-from timm.data import create_transform
 from torch import nn
-from torchvision.transforms import v2
 
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.build import build_model
@@ -36,20 +32,12 @@ from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
 
-SMALL_SWIN = (
-    "model.name=swin_tiny_patch4_window7_224",
-    "+model.kwargs={embed_dim: 16, depths: [1, 1], num_heads: [1, 2], patch_size: 4, window_size: "
-    "4, drop_path_rate: 0}",
-)
 # Dictionary from a name to overrides and the largest difference of losses from single. None: they
 # may differ, because BatchNorm sees a chunk or each rank draws its own random numbers.
 OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "nothing": ((), 1e-5),
     "resnet": (("model.name=test_resnet", "+model.kwargs={}"), None),
-    "efficientnet": (("model.name=test_efficientnet", "+model.kwargs={}"), None),
-    "convnext": (("model.name=test_convnext", "+model.kwargs={}"), 1e-5),
     "vit": (("model.name=test_vit", "+model.kwargs={}"), 1e-5),
-    "swin": (SMALL_SWIN, 1e-5),
     "own": (
         (
             "model.name=src.models.cifar_resnet.CifarResNet18",
@@ -64,14 +52,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "ema": (("model.ema.decay=0.9",), 1e-5),
     "ema_without_warmup": (("model.ema.decay=0.9", "model.ema.warmup=false"), 1e-5),
     "randaugment": (("data.augment.aa=rand-m9-mstd0.5-inc1",), 1e-5),
-    "augmix": (("data.augment.aa=augmix-m5-w4-d2",), 1e-5),
-    "autoaugment": (("data.augment.aa=v0r-mstd0.5",), 1e-5),
-    "color_jitter": (("data.augment.color_jitter=0.4",), 1e-5),
     "reprob": (("data.augment.reprob=0.5",), 1e-5),
-    "reprob_const": (
-        ("data.augment.reprob=0.9", "data.augment.remode=const", "data.augment.recount=3"),
-        1e-5,
-    ),
     "reprob_rand_and_repeats": (
         (
             "data.augment.reprob=0.9",
@@ -81,18 +62,6 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
         ),
         1e-5,
     ),
-    "simclr": (
-        (
-            *("data.augment.color_jitter=0.4", "data.augment.color_jitter_prob=0.8"),
-            *(
-                "data.augment.grayscale_prob=0.2",
-                "data.augment.gaussian_blur_prob=0.5",
-                "data.augment.vflip=0.5",
-            ),
-        ),
-        1e-5,
-    ),
-    "rkrr": (("data.augment.train_crop_mode=rkrr",), 1e-5),
     "crop": (
         (
             "data.augment.scale=[0.3,1]",
@@ -101,11 +70,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
         ),
         1e-5,
     ),
-    "bicubic": (("data.augment.scale=[0.3,1]", "data.augment.interpolation=bicubic"), 1e-5),
     "crop_padding": (("data.augment.crop_padding=4", "data.augment.hflip=0.5"), 1e-5),
     "aug_repeats": (("data.augment.aug_repeats=3", "data.augment.hflip=0.5"), 1e-5),
-    "mixup": (("data.augment.mixup=0.8",), None),
-    "cutmix": (("data.augment.cutmix=1.0",), None),
     "mixup_and_cutmix": (
         ("data.augment.mixup=0.2", "data.augment.cutmix=1.0", "train.smoothing=0.1"),
         None,
@@ -119,7 +85,6 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
         None,
     ),
     "mixup_larger_head": (("data.augment.mixup=0.8", "model.num_classes=20"), None),
-    "smoothing": (("train.smoothing=0.1",), 1e-5),
     "bce": (("train.loss=bce",), 1e-5),
     "bce_mixed": (
         ("train.loss=bce", "train.bce_target_thresh=0.2", "data.augment.mixup=0.5"),
@@ -131,26 +96,13 @@ OPTIONS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "clip_grad": (("optim.clip_grad=0.5",), 1e-5),
     "clip_value": (("optim.clip_grad=0.01", "optim.clip_mode=value"), 1e-5),
     "clip_agc": (("optim.clip_grad=0.01", "optim.clip_mode=agc"), 1e-5),
-    "warmup_prefix": (("optim.warmup_prefix=false", "optim.warmup_epochs=0.5"), 1e-5),
     "fp16_accumulate_clip": (
         ("train.precision=fp16", "train.accumulate=2", "optim.clip_grad=1.0"),
         2e-2,
     ),
-    "sgd": (("optim.opt=sgd", "optim.lr=0.01"), 1e-5),
-    "momentum": (("optim.opt=momentum", "optim.lr=0.01"), 1e-5),
     "lamb": (("optim.opt=lamb",), 1e-4),
     "muon": (("optim.opt=muon", "optim.lr=0.01"), 1e-3),
-    "betas": (("+optim.kwargs={betas: [0.9, 0.95], eps: 1e-7}",), 1e-5),
     "layer_decay": (("optim.layer_decay=0.7",), 1e-5),
-    "lr_rule": (("optim.lr_rule=sqrt",), 1e-5),
-    "constant": (("optim.sched=constant",), 1e-5),
-    "tanh": (("optim.sched=tanh",), 1e-5),
-    "step": (("optim.sched=step", "optim.decay_epochs=1"), 1e-5),
-    "multistep": (("optim.sched=multistep", "optim.decay_milestones=[1]"), 1e-5),
-    "poly": (("optim.sched=poly", "optim.decay_rate=0.9"), 1e-5),
-    "wsd": (("optim.sched=wsd", "optim.decay_epochs=1"), 1e-5),
-    "rsqrt": (("optim.sched=rsqrt", "optim.decay_epochs=0.5"), 1e-5),
-    "cycles": (("+optim.sched_kwargs={cycle_limit: 2, cycle_decay: 0.5}",), 1e-5),
 }
 STRATEGIES = {
     "single": ("parallel=single",),
@@ -164,8 +116,8 @@ COMMON = (
     "train.max_steps=3",
     "optim.warmup_epochs=0.1",
 )
-# Options of the quick tests: BatchNorm, averaged weights, mixed images, and a gradient scaler with
-# accumulation and clipping. `make test-all` runs the others.
+# Options that run at every commit: BatchNorm, averaged weights, mixed images, and a gradient scaler
+# with accumulation and clipping.
 QUICK = ("nothing", "resnet", "ema", "mixup_larger_head", "fp16_accumulate_clip")
 # Entries: losses, parameters_equal, ema_equal, or error.
 Outcome = dict[str, Any]
@@ -174,7 +126,7 @@ Outcome = dict[str, Any]
 def overrides_of(option: str) -> tuple[str, ...]:
     given = OPTIONS[option][0]
     # These options need another model than the tiny ViT.
-    if "+model.kwargs={}" in given or option == "swin":
+    if "+model.kwargs={}" in given:
         return tuple(word for word in ("model=resnet18", *given) if word != "+model.kwargs={}")
     return given
 
@@ -249,11 +201,9 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "option",
-    [o if o in QUICK else pytest.param(o, marks=pytest.mark.slow(seconds=0.5)) for o in OPTIONS],
+    "option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.nightly) for o in OPTIONS]
 )
 @pytest.mark.slow(seconds=1)
-@pytest.mark.sample(12)
 def test_losses_with_each_timm_option_are_finite_and_equal_under_single_dp_and_ddp(
     outcomes: Callable[[str], dict[str, Outcome]], option: str, strategy: str
 ) -> None:
@@ -335,17 +285,11 @@ def test_every_timm_option_except_four_listed_options_changes_the_training_losse
             r"checkpoint\.metric=val/acc_ema: .* set model\.ema\.decay",
         ),
         (("train.bce_target_thresh=0.2",), r"train\.bce_target_thresh=0\.2: .*train\.loss=bce"),
-        (("model.weights=nowhere.pt",), r"model\.weights=nowhere\.pt: no such file"),
-        (("data.mean=[0.5]",), r"data\.mean and data\.std: set both or neither"),
         (
             ("data=timm", "data.name=torch/cifar11", "data.root=."),
             r"data\.name=torch/cifar11: .* did you mean cifar10",
         ),
         (("data=timm", "data.name=tfds/mnist", "data.root=."), r"data\.name=tfds/mnist: .*hfds"),
-        (
-            ("data=timm", "data.name=wds", "data.root=nowhere"),
-            r"data\.root=nowhere: no such folder",
-        ),
     ],
 )
 def test_unsupported_combination_of_timm_options_is_refused_with_the_key_in_one_line(
@@ -369,7 +313,6 @@ def test_unsupported_combination_of_timm_options_is_refused_with_the_key_in_one_
         (("model.num_classes=3",), r"model\.num_classes=3: the task has 10 outputs"),
         (("model.in_chans=3",), r"model\.in_chans=3: the data's images have 1 channels"),
         (("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), r"data\.mean=.*channels"),
-        (("model=resnet18", "model.name=test_byobnet", "model.grad_checkpointing=true"), None),
         (
             ("model=resnet18", "model.name=vgg11", "model.grad_checkpointing=true"),
             r"model\.grad_checkpointing=true: vgg11",
@@ -377,13 +320,10 @@ def test_unsupported_combination_of_timm_options_is_refused_with_the_key_in_one_
     ],
 )
 def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
-    overrides: tuple[str, ...], message: str | None
+    overrides: tuple[str, ...], message: str
 ) -> None:
     config = resolved("parallel=single", "parallel.accelerator=cpu", *overrides)
     strategy = build_strategy(config.parallel, Ranks(), None)
-    if message is None:
-        build_run(config, strategy)
-        return
     with pytest.raises(ValueError, match=message) as refusal:
         build_run(config, strategy)
     assert "\n" not in str(refusal.value)
@@ -398,10 +338,6 @@ def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
             AttributeError("'NoneType' object has no attribute 'conv'"),
         ),
         (
-            "src.models.cifar_resnet.CifarResNet18.__init__",
-            TypeError("'NoneType' object is not callable"),
-        ),
-        (
             "src.data.datasets.Digits.__init__",
             TypeError("unsupported operand type(s) for +: 'int' and 'str'"),
         ),
@@ -410,7 +346,7 @@ def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
             torch.OutOfMemoryError("CUDA out of memory"),
         ),
     ],
-    ids=["attribute", "call", "data", "memory"],
+    ids=["attribute", "data", "memory"],
 )
 def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
     monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
@@ -434,10 +370,12 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
 
 
 def test_train_image_size_is_that_of_the_model_when_only_eval_image_size_is_set() -> None:
-    model, config = timm.create_model("test_vit"), DataConfig(name="folder", eval_image_size=96)
+    model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
+    config = DataConfig(name="folder", eval_image_size=96)
     images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
     assert train_image_size(model, config, images) == (160, 160)
-    assert preprocessing_for(model, config, images).input_size == (3, 96, 96)
+    preprocessing = preprocessing_for(model, config, images)
+    assert (preprocessing.input_size, preprocessing.crop_mode) == ((3, 96, 96), "border")
     images.image_size = 48
     assert train_image_size(model, config, images) == (48, 48)
     assert train_image_size(model, DataConfig(image_size=64), images) == (64, 64)
@@ -454,34 +392,6 @@ def test_eval_image_size_is_refused_when_a_custom_dataset_is_in_memory() -> None
         preprocessing_for(
             nn.Identity(), DataConfig(name="src.data.mine.Mine", eval_image_size=16), images
         )
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("crop_pct", [0.8, 1.0])
-@pytest.mark.parametrize("size", [(30, 81), (81, 31), (200, 90), (64, 64), (500, 9)])
-def test_crop_mode_border_matches_timm(
-    size: tuple[int, int], crop_pct: float, interpolation: str
-) -> None:
-    model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
-    images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
-    config = DataConfig(
-        name="folder", image_size=64, crop_pct=crop_pct, interpolation=interpolation
-    )
-    preprocessing = preprocessing_for(model, config, images)
-    assert preprocessing.crop_mode == "border"
-    # Use a smooth image: elsewhere, resizing a PIL image differs from resizing a tensor by more
-    # than rounding.
-    rows, columns = np.mgrid[: size[0], : size[1]]
-    pixels = np.stack(
-        [rows * 255 // size[0], columns * 255 // size[1], (rows + columns) * 255 // sum(size)],
-        axis=2,
-    )
-    image = Image.fromarray(pixels.astype(np.uint8))
-    theirs = torch.as_tensor(create_transform(**asdict(preprocessing), normalize=False)(image))
-    ours = evaluation_transform(preprocessing)(v2.functional.pil_to_tensor(image))
-    assert ours.shape == (3, 64, 64)
-    difference = (ours.int() - theirs.int()).abs()
-    assert difference.max() <= 2 and difference.float().mean() <= 0.2
 
 
 def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() -> None:
