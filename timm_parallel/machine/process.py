@@ -1,5 +1,5 @@
-"""Parent and child processes of a run: let a process die with its parent, read its start time, and
-end its descendants.
+"""Processes of a run: let a process die with its parent, read its start time and how its threads
+were scheduled, and end its descendants.
 """
 
 from __future__ import annotations
@@ -67,6 +67,23 @@ def started_at() -> float:
     parent process.
     """
     return float(os.environ.get("RUN_STARTED_AT", 0)) or process_start_time(os.getppid())
+
+
+def scheduled_seconds() -> tuple[float, float]:
+    """Read how the threads of this process were scheduled. Return (seconds on a processor, seconds
+    waiting for a processor). Both are 0 if the kernel does not report them.
+    """
+    ran = queued = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            # The fields are nanoseconds on a processor, nanoseconds in its queue, and the number of
+            # time slices.
+            on, waiting, _ = path.read_text(encoding="ascii").split()
+        # The thread has ended, or the kernel does not report its schedule.
+        except (OSError, ValueError):
+            continue
+        ran, queued = ran + int(on), queued + int(waiting)
+    return ran / 1e9, queued / 1e9
 
 
 @contextmanager

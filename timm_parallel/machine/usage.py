@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
 from timm_parallel.machine.nvidia import Gpu
+from timm_parallel.machine.process import scheduled_seconds
 
 
 @dataclass
@@ -93,20 +93,3 @@ def _now() -> Usage:
             own += user + system
     ran, queued = scheduled_seconds()
     return Usage(time.perf_counter(), own, total - idle - stolen, stolen, total, ran, queued)
-
-
-def scheduled_seconds() -> tuple[float, float]:
-    """Read how the threads of this process were scheduled. Return (seconds on a processor, seconds
-    waiting for a processor). Both are 0 if the kernel does not report them.
-    """
-    ran = queued = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            # The fields are nanoseconds on a processor, nanoseconds in its queue, and the number of
-            # time slices.
-            on, waiting, _ = path.read_text(encoding="ascii").split()
-        # The thread has ended, or the kernel does not report its schedule.
-        except (OSError, ValueError):
-            continue
-        ran, queued = ran + int(on), queued + int(waiting)
-    return ran / 1e9, queued / 1e9

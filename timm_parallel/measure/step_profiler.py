@@ -22,6 +22,7 @@ from torch.profiler import profile, record_function, schedule
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.start_clock import describe_start
+from timm_parallel.machine.usage import Energy
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.communication import Communication
@@ -40,6 +41,7 @@ def build_hooks(
     config: ResolvedConfig,
     strategy: Strategy,
     communication: Sequence[Communication],
+    energy: Energy,
     total_steps: int,
     untimed: int | None,
     recorded: int | None,
@@ -60,7 +62,7 @@ def build_hooks(
         None if strategy.device.type == "cpu" else torch.Event(strategy.device),
         start_measuring=start_measuring,
         untimed=untimed,
-        energy=strategy.telemetry.energy,
+        energy=energy,
     )
     if untimed is None or recorded is None:
         return StepHooks(meter, strategy.group.stop)

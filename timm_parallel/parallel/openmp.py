@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from timm_parallel.machine import hardware
-from timm_parallel.machine.usage import scheduled_seconds
+from timm_parallel.machine.process import scheduled_seconds
 
 LOOK_SECONDS = 1.0
 # Limits of the time, in seconds per second, for which the threads of this process wait for a core.

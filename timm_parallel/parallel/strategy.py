@@ -17,7 +17,6 @@ from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.openmp import watch_openmp_oversubscription
-from timm_parallel.parallel.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,8 +34,7 @@ class Strategy:
     """Base class of strategies. A subclass overrides the methods below `__init__`.
 
     The default methods suit a single device. `devices`: devices that this process drives. `group`:
-    collectives between the ranks. `telemetry`: measurements of the devices. `buffers`: keeps
-    BatchNorm statistics equal on all ranks.
+    collectives between the ranks. `buffers`: keeps BatchNorm statistics equal on all ranks.
     """
 
     # The following attributes declare what the strategy can do, so that train.py can reject a
@@ -82,11 +80,18 @@ class Strategy:
             else TorchProcessGroup(config, ranks, store, self.device)
         )
         self.is_first = self.group.is_first
-        self.telemetry = Telemetry(self.devices, self.group)
         # Keys whose value `auto` the ranks have replaced, because only they know the devices and
         # the model.
         self.chosen: set[str] = set()
         self.buffers = BufferSync(self.group, config.dist_bn)
+
+    @property
+    def device_model(self) -> str:
+        """The product name of this process's device, such as `NVIDIA H100`. Devices of two
+        different products may round differently.
+        """
+        is_cuda = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if is_cuda else hardware.cpu_model()
 
     def choose_precision(self, train: TrainConfig) -> None:
         """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from timm_parallel.machine.hardware import cpu_model, visible_cuda_devices
+from timm_parallel.machine.hardware import visible_cuda_devices
 from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.platform import peak_memory
 from timm_parallel.machine.usage import Energy
@@ -26,14 +26,6 @@ class Telemetry:
             uuids = {device.index: device.uuid for device in visible_cuda_devices()}
             self._gpus = [Gpu(uuids.get(device.index)) for device in devices]
         self.energy = Energy(self._gpus)
-
-    @property
-    def device_model(self) -> str:
-        """Return the product name of this process's device, such as `NVIDIA H100`. Devices of two
-        different products may round differently.
-        """
-        device = self._devices[0]
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
     def sample(self) -> None:
         """Record utilization and temperature of the GPUs that this process drives."""

@@ -103,7 +103,7 @@ def describe_strategy(parts: RunParts) -> str:
     if parallel.accelerator == "cpu":
         text += f" of {plural(parallel.threads_per_device, 'thread')}"
     else:
-        text += f", {strategy.telemetry.device_model}"
+        text += f", {strategy.device_model}"
     if strategy.note:
         text += f" ({strategy.note})"
     return text + (f", {strategy.group.backend}" if strategy.group.backend else "")

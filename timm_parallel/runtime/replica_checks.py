@@ -115,7 +115,7 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
     digest, equal = parameters_hash(model, strategy)
     if equal:
         return digest, []
-    models = sorted(set(strategy.group.gather(strategy.telemetry.device_model)))
+    models = sorted(set(strategy.group.gather(strategy.device_model)))
     drift = relative_drift(model, strategy)
     # The negated comparison is also True if the drift is NaN.
     if len(models) == 1 or not drift <= MAX_DRIFT:

@@ -181,7 +181,7 @@ class Training:
         if not numbers:
             return
         parts, step = self.parts, self.parts.progress.step
-        self._strategy.telemetry.sample()
+        parts.telemetry.sample()
         meter = parts.hooks.meter
         speed = meter.recent()
         per_device = speed / self._config.parallel.devices if speed else None
@@ -263,7 +263,7 @@ class Training:
         val = self.evaluations["val"].numbers if is_due else {}
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
-        memory = self._strategy.telemetry.memory()
+        memory = parts.telemetry.memory()
         self._recorder.memory(progress.step, parts.epochs_done, memory)
         self._recorder.epoch(number, train.epochs, progress.epoch_means, val)
         self._save(is_best)

@@ -76,7 +76,7 @@ def make_result(
         val=metrics.get("val", {}),
         test=metrics.get("test", {}),
         **_measurements(parts, drift_flags),
-        memory=strategy.telemetry.memory(),
+        memory=parts.telemetry.memory(),
         started=segments[0]["started"],
         segments=segments,
         commit=read_environment(folder).get("commit"),
@@ -147,7 +147,7 @@ def _measurements(parts: RunParts, drift_flags: list[str]) -> dict[str, Any]:
     throughput, wall = meter.throughput(), meter.usage.wall
     replay = parts.train_loader.replay
     replayed = [] if replay is None else [f"it replays batches (data.replay_batches={replay})"]
-    disturbance = guard(throughput, list(usages), strategy.telemetry.gpu_states())
+    disturbance = guard(throughput, list(usages), parts.telemetry.gpu_states())
     return {
         "throughput": throughput,
         "step": step,
@@ -197,13 +197,13 @@ def _mean_step(meter: Meter, exposed_seconds: float) -> dict[str, Any]:
 
 
 def _energy(parts: RunParts) -> dict[str, float | None]:
-    """Return the joules per image in timed steps, and the kWh since the start of this process.
+    """Return the joules per image in timed steps, and the kWh since data and model were built.
 
     A value is NaN if it is unknown. All ranks must call this function.
     """
     meter = parts.hooks.meter
     images = meter.steps_timed * meter.images_per_step
-    window, total = parts.strategy.telemetry.joules()
+    window, total = parts.telemetry.joules()
     return {"joules_per_image": window / images if images else None, "kwh": total / 3.6e6}
 
 

@@ -30,6 +30,7 @@ from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
 from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.parallel.telemetry import Telemetry
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
@@ -320,6 +321,7 @@ class RunParts:
     mixing: Any
     # That of each phase.
     communication: list[Communication]
+    telemetry: Telemetry
     hooks: StepHooks
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
     steps_per_epoch: int
@@ -354,13 +356,17 @@ class RunParts:
             train_loader.sampler.batches_per_epoch
         )
         communication = [strategy.communication(phase.wrapped) for phase in state.phases]
-        hooks = build_hooks(config, strategy, communication, total_steps, *profiled)
+        telemetry = Telemetry(strategy.devices, strategy.group)
+        hooks = build_hooks(
+            config, strategy, communication, telemetry.energy, total_steps, *profiled
+        )
         return cls(
             config=config,
             strategy=strategy,
             train_loader=train_loader,
             state=state,
             communication=communication,
+            telemetry=telemetry,
             hooks=hooks,
             steps_per_epoch=steps_per_epoch,
             **parts,

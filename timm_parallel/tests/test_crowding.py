@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from timm_parallel.machine import hardware
-from timm_parallel.machine.usage import scheduled_seconds
+from timm_parallel.machine.process import scheduled_seconds
 from timm_parallel.parallel.openmp import OversubscriptionWatcher, watch_openmp_oversubscription
 
 linux = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.parallel.telemetry import Telemetry
+from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.replica_checks import check_replicas_at_end
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -29,7 +29,7 @@ def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[st
         with torch.no_grad():
             model.weight += apart * model.weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Telemetry, "device_model", kinds[ranks.rank])
+        patch.setattr(Strategy, "device_model", kinds[ranks.rank])
         try:
             return check_replicas_at_end(model, strategy)
         except ReplicasDifferError as error:

@@ -40,6 +40,7 @@ from timm_parallel.model.checks import check_networks
 from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
+from timm_parallel.parallel.telemetry import Telemetry
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
@@ -295,9 +296,10 @@ def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_nam
         Ranks(),
         None,
     )
+    telemetry = Telemetry(strategy.devices, strategy.group)
     of_ranks = [[{"device": name, "peak_bytes": 1}] for name in ("cuda:0", "cuda:0", "cuda:1")]
     monkeypatch.setattr(strategy.group, "gather", lambda own: of_ranks)
-    assert [entry["device"] for entry in strategy.telemetry.memory()] == [
+    assert [entry["device"] for entry in telemetry.memory()] == [
         "cuda:0_rank_0",
         "cuda:0_rank_1",
         "cuda:1",
