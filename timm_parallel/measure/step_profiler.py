@@ -22,9 +22,9 @@ from torch.profiler import profile, record_function, schedule
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.start_clock import describe_start
-from timm_parallel.machine.usage import Energy
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.measure.usage import Energy
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
 

@@ -17,10 +17,10 @@ from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
 from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.measure.guard import flags, guard
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
 from timm_parallel.record.environment import read_environment
-from timm_parallel.record.guard import flags, guard
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 

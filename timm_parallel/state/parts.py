@@ -24,13 +24,13 @@ from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.flops import count_flops
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.step_profiler import build_hooks
+from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.ema import build_ema
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.parallel.telemetry import Telemetry
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 

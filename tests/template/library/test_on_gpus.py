@@ -36,11 +36,11 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.measure.step_hooks import StepHooks
+from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_networks
 from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
-from timm_parallel.parallel.telemetry import Telemetry
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step

@@ -10,7 +10,7 @@ import torch
 from timm_parallel.machine.hardware import visible_cuda_devices
 from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.platform import peak_memory
-from timm_parallel.machine.usage import Energy
+from timm_parallel.measure.usage import Energy
 from timm_parallel.parallel.group import ProcessGroup
 
 
