@@ -241,7 +241,7 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
     """
     import hydra
 
-    from timm_parallel.config.compose import check_package, compose_command, store_schema
+    from timm_parallel.config.compose import compose_command, store_schema
 
     chosen = (
         arguments.overrides,
@@ -255,7 +255,7 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
         composed = argparse.Namespace(
             **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
         )
-        check_package(arguments.package, arguments.cfg, compose_command(composed).tree)
+        compose_command(composed)
     store_schema()
 
     def task(tree: Any) -> None:

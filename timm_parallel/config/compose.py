@@ -32,7 +32,6 @@ from timm_parallel.config.hydra_allowlist import (
     check_hydra_types,
 )
 from timm_parallel.config.resolvers import by_device, device_counts
-from timm_parallel.config.suggest import is_known, key_hint
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text
@@ -142,26 +141,6 @@ def run_in_hydra(command: Command, folder: Path, job: Callable[[Path], int]) -> 
     folder = folder.resolve()
     with contextlib.chdir(folder):
         return job(folder)
-
-
-def check_package(package: str | None, shown: str | None, tree: DictConfig) -> None:
-    """Raise ValueError if `--package` names no part of the config that `--cfg` prints. Hydra itself
-    would exit with code 1, which means a failed run.
-
-    `package`: value of `--package`. `shown`: value of `--cfg`. `tree`: the composed config.
-    """
-    if shown is None or package in (None, "_global_"):
-        return
-    if package.partition(".")[0] == "hydra" and shown == "job":
-        raise ValueError(
-            f"--package={package}: --cfg job prints no key of hydra; write --cfg hydra --package "
-            f"{package}"
-        )
-    if OmegaConf.select(tree, package, throw_on_missing=False) is None:
-        raise ValueError(
-            f"--package={package}: this key is null or does not exist"
-            f"{'' if is_known(package) else key_hint(package)}"
-        )
 
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:

@@ -4,7 +4,6 @@ fix.
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any
 from omegaconf.errors import ConfigTypeError, ValidationError
 
 from timm_parallel.app import current, root
-from timm_parallel.config.suggest import is_known, key_hint, other_names, similar_keys
+from timm_parallel.config.suggest import is_known, key_hint
 from timm_parallel.keys import leaves
 from timm_parallel.machine.secrets import is_secret_key
 from timm_parallel.machine.text import yaml_text
@@ -65,15 +64,7 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
         return f"{named[0]}: {text}" if named else text
     if re.search(r"Key '.*' not in|not in struct|is not in", text):
         if is_known(key) and not key.startswith("hydra"):
-            section, _, last = key.partition(".kwargs.")
-            # Distinguish an argument of a class, such as model.kwargs.depth, from a config key that
-            # was written below kwargs, such as optim.kwargs.momentum for optim.momentum.
-            meant = similar_keys(f"{section}.{last}", None, other_names()["names"])
-            declared_there = next(
-                (known for known in meant if known.startswith(f"{section}.")), None
-            )
-            fix = f"did you mean {declared_there}?" if declared_there else f"add it with +{key}=…"
-            return f"{key}: not set yet; {fix}"
+            return f"{key}: not set yet; add it with +{key}=…"
         file = re.match(r"In '(.+?)': ", str(error))
         # Without the line, Hydra puts the keys of a file below the name of its folder.
         is_package = file and key == file.group(1).partition("/")[0]
@@ -119,8 +110,6 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
         return f"{word}: {_without_equals(word, words)}"
     if is_secret_key(key):
         return f"{word}: {UNPARSABLE}"
-    if (key, value) != (key.strip(), value.strip()):
-        return f"{word}: expected no space next to =; write {key.strip()}={value.strip()}"
     if re.match("~(/|$)", value):
         return (
             f"{word}: neither the shell nor train.py expands ~ here; write {key}=$HOME{value[1:]}"
@@ -149,20 +138,13 @@ def _as_text(word: str) -> str:
 
 
 def _without_equals(word: str, words: list[str]) -> str:
-    """Suggest how to fix an argument of the command line without `=`: join it with its neighbors,
-    choose an option of the group, or add a value.
+    """Suggest how to fix an argument of the command line without `=`: choose an option of the
+    group, add a value, or quote a value with spaces.
 
     `word`: the argument. `words`: all arguments of the command line.
     """
-    place = words.index(word) if word in words else 0
-    before, after = words[place - 1 : place], words[place + 1 : place + 3]
-    if before and before[0].endswith("="):
-        return f"expected no space next to =; write {before[0]}{word}"
-    if after and after[0].startswith("="):
-        return (
-            "expected no space next to =; write "
-            f"{''.join([word, *after[: 1 if len(after[0]) > 1 else 2]])}"
-        )
+    if any(other.startswith("=") or other.endswith("=") for other in words):
+        return "expected no space next to =; write key=value"
     options = (
         sorted(path.stem for path in (root() / "conf").glob(f"{word}/*.yaml"))
         if word.isidentifier()
@@ -172,11 +154,10 @@ def _without_equals(word: str, words: list[str]) -> str:
         return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
     if is_known(word):
         return f"a value is missing; write {word}=…: {_expected(word)}"
-    key, _, value = "".join(before).partition("=")
+    before = words[words.index(word) - 1] if word in words[1:] else ""
+    key, _, value = before.partition("=")
     if "/" in value:
-        rest = itertools.takewhile(lambda other: "=" not in other, words[place:])
-        text = _as_text(" ".join([*before, *rest]))
-        return f"expected key=value; if it belongs to {key}, write {text}"
+        return f"expected key=value; if it belongs to {key}, write {_as_text(f'{before} {word}')}"
     if "/" in word:
         return f"expected key=value; to continue a run, write resume={word}"
     return f"expected key=value{key_hint(word)}"

@@ -69,10 +69,10 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
     that the user gave to the key. `program`: `train` or `evaluate`, because evaluate.py has an
     additional table of suggestions.
     """
-    tables = other_names()
+    tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
         return f"; there is no such key: {reason}"
-    if found := similar_keys(key, value, tables["names"] | tables.get(program, {})):
+    if found := _similar_keys(key, value, tables["names"] | tables.get(program, {})):
         return f"; did you mean {', '.join(found[:3])}?"
     keys, sections = _keys_and_sections()
     similar = hint(key, [*keys, *sections, *more])
@@ -91,7 +91,7 @@ def _keys_and_sections() -> tuple[list[str], list[str]]:
     )
 
 
-def similar_keys(key: str, value: Any, table: dict[str, str]) -> list[str]:
+def _similar_keys(key: str, value: Any, table: dict[str, str]) -> list[str]:
     """Find the config keys that a user most likely meant by an unknown key. Return similar keys of
     the same section, if there are any. Otherwise return the keys that replace a name of another
     program (`table`), and the keys of other sections with the same last part.
@@ -128,7 +128,7 @@ def _entry(key: str, value: Any, table: dict[str, str]) -> str:
 
 
 @cache
-def other_names() -> dict[str, dict[str, str]]:
+def _other_names() -> dict[str, dict[str, str]]:
     """Read the tables of other_names.yaml: {table: {name in another program: name here}}."""
     tables: dict[str, dict[str, str]] = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
     return tables
@@ -153,7 +153,7 @@ def check_option(group: str, choice: Any, options: list[str]) -> None:
                 f"optim={name}: no such option; timm has an optimizer of this name: "
                 f"optim.opt={name}"
             )
-        other = other_names()["names"].get(f"{group}={name}".lower())
+        other = _other_names()["names"].get(f"{group}={name}".lower())
         suggestion = f"; did you mean {other}?" if other else hint(name, options)
         raise ValueError(
             f"{group}={name}: no such option{suggestion}; python train.py --help lists all"

@@ -33,7 +33,7 @@ from timm_parallel.keys import (
     strategy_options,
 )
 from timm_parallel.machine.lock import is_locked
-from timm_parallel.machine.secrets import hide, mask
+from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.code_diff import CODE_DIFF
 from timm_parallel.record.result import Result, check_format, read_result, read_status
@@ -86,7 +86,7 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
     folder = remembered or next(_unfinished(command.config, task), None)
     if folder is None:
         where = f"in {command.config.paths.output_dir}" if task == "*" else f"of {task}"
-        _refuse_or_start(command.config, f"no unfinished run {where}", None)
+        _refuse_or_start(command.config, f"no unfinished run {where}")
     else:
         command = compose_command(arguments, _saved_settings(folder, overrides))
         if remembered is None:
@@ -127,23 +127,13 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
     """
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
-    nearest: tuple[Path, tuple[str, Any, Any]] | None = None
-
-    # Load the config of the newest run in any case, because the message names its difference.
-    def skips(folder: Path) -> bool:
-        return nearest is not None and _surely_differs(folder, config, asked)
-
-    for folder in _unfinished(config, skips=skips):
+    for folder in _unfinished(config, skips=lambda other: _surely_differs(other, config, asked)):
         saved = load_config(folder)
         kept = keep_chosen(config, saved, asked.train.accumulate == "auto")
-        changes = [each for each in _changes(kept, saved) if not is_below(each[0], NOT_TRAINING)]
-        if not changes:
+        if all(is_below(key, NOT_TRAINING) for key, _, _ in _changes(kept, saved)):
             _show_choice(config.resume, folder)
             return folder
-        nearest = nearest or (folder, changes[0])
-    _refuse_or_start(
-        config, f"no unfinished run of {config.task_name} with exactly this config", nearest
-    )
+    _refuse_or_start(config, f"no unfinished run of {config.task_name} with exactly this config")
     return None
 
 
@@ -289,27 +279,16 @@ def _show_choice(resume: str, folder: Path) -> None:
     print(f"resume={resume}: continues {folder}", flush=True)
 
 
-def _refuse_or_start(
-    config: Config, problem: str, nearest: tuple[Path, tuple[str, Any, Any]] | None
-) -> None:
-    """Report that no unfinished run matches, and how the most similar run differs from the config.
-    resume=auto raises ValueError. resume=auto_or_new prints the line and starts a new run.
-
-    `problem`: the text for the message. `nearest`: the most similar run, as (folder, (key, value in
-    the run, value in the config)).
+def _refuse_or_start(config: Config, problem: str) -> None:
+    """Report that no unfinished run matches. resume=auto raises ValueError. resume=auto_or_new
+    prints the line and starts a new run. `problem`: the text for the message.
     """
-    if nearest is None and (other := next(_unfinished(config, "*"), None)) is not None:
-        nearest = other, ("task_name", load_config(other).task_name, config.task_name)
-    line = f"resume={config.resume}: {problem}"
-    if nearest is not None:
-        folder, (key, before, now) = nearest
-        line += hide(
-            f"; the nearest is resume={folder}, which has {key}={yaml_text(before)} (here "
-            f"{yaml_text(now)})"
-        )
     if config.resume == "auto":
-        raise ValueError(f"{line}; to start a new run in this case, give resume=auto_or_new")
-    print(f"{line}; starting a new run", file=sys.stderr)
+        raise ValueError(
+            f"resume=auto: {problem}; give resume=<run folder>, or resume=auto_or_new to start a "
+            "new run in this case"
+        )
+    print(f"resume={config.resume}: {problem}; starting a new run", file=sys.stderr)
 
 
 def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -323,22 +302,9 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         tree = read_saved(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
-        # The folder may be that of a task (outputs/<task>) or of a day, which contains run folders.
-        # Name the newest run in the message.
-        checkpoints = [
-            path
-            for runs in ("*", "*/*", "*/*/*")
-            for path in folder.glob(f"{runs}/checkpoints/last.pt")
-        ]
-        newest = max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
-        hint = (
-            f"resume={newest.parent.parent}, the newest run in it"
-            if newest
-            else "auto, or a folder below outputs/"
-        )
         raise ValueError(
             f"resume={folder}: not a run folder (it has no config.yaml that can be read); give "
-            f"{hint}"
+            "auto, or a folder below outputs/"
         ) from None
     load_config(folder)
     assert isinstance(tree, DictConfig)

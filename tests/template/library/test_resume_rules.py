@@ -331,12 +331,10 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
         assert main.ran[-1].resolve() == folder
     code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
     assert code == 2 and len(main.ran) == 4
-    assert (
-        f"resume={fast.relative_to(Path.cwd())}" in err and "optim.lr=0.2" in err and "0.3" in err
-    )
+    assert "resume=auto: no unfinished run of train" in err and "auto_or_new" in err
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
-    assert "optim.lr=0.2" in err and "starting a new run" in err
+    assert "starting a new run" in err
 
 
 @pytest.mark.slow(seconds=1)
@@ -360,9 +358,7 @@ def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
     assert (code, main.ran[-1].resolve()) == (0, fits), err
     (fits / "checkpoints" / "last.pt").unlink()
     code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
-    key = "model." if difference.startswith("model") else difference.partition("=")[0]
-    assert code == 2 and f"{source.name[:0]}29, which has {key}" in err
-    assert len(loaded) < 20
+    assert code == 2 and len(loaded) < 20
 
 
 @pytest.mark.slow(seconds=2)
@@ -409,26 +405,6 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_g
         assert main.ran[-1].resolve() == expected, overrides
         assert f"{expected.relative_to(Path.cwd())}\n" in main.out
     assert load_config(flowers).task_name == "flowers"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=4)
-def test_resume_auto_error_suggests_an_unfinished_run_of_another_task(main: Main) -> None:
-    main.start("2026-01-02/09-00-00", status="done")
-    assert main("resume=auto")[0] == 2
-    other = main.start("day/1", "task_name=k", "hydra.run.dir=outputs/k/2026-01-01/09-00-00")
-    code, err = main("resume=auto", "task_name=train")
-    assert code == 2 and len(err.splitlines()) == 1
-    assert (
-        f"resume={other.relative_to(Path.cwd())}" in err
-        and "task_name=k" in err
-        and "auto_or_new" in err
-    )
-    assert main("resume=auto", "task_name=k")[0] == 0
-    assert main.ran[-1].resolve() == other
-    code, err = main("resume=auto_or_new", "hydra.run.dir=outputs/train/new")
-    assert code == 0 and "starting a new run" in err
-    assert load_config(Path("outputs/train/new")).model.name == Config().model.name
 
 
 def test_resume_auto_is_refused_when_no_run_used_the_given_config_group_option(
@@ -648,19 +624,3 @@ def test_resume_is_refused_when_the_path_is_not_a_run_folder(
     assert code == 2 and len(err.splitlines()) == 1
     assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
     assert main.ran == [] and contents(tmp_path) == before
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("name", ["outputs", "outputs/train/2026-01-02"])
-def test_resume_error_suggests_the_newest_run_when_the_path_is_a_folder_of_runs(
-    main: Main, name: str
-) -> None:
-    newest = main.start("2026-01-02/09-00-00")
-    main.start("2026-01-02/10-00-00", saves=False)
-    older = main.start("2026-01-01/09-00-00")
-    os.utime(older / "checkpoints" / "last.pt", (0, 0))
-    code, err = main(f"resume={name}")
-    assert code == 2
-    assert f"resume={newest.relative_to(Path.cwd())}," in err and err.startswith(
-        f"train.py: resume={name}: "
-    )
