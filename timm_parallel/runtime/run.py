@@ -96,12 +96,13 @@ class Run:
                 training = Training(self, recorder, console)
                 try:
                     yield training
-                    training.evaluate_at_end()
+                    training._evaluate_at_end()
                 except NotFiniteError as error:
                     raise NotFiniteError(
-                        f"training stops: {error}; {training.describe_step(error.step)}", error.step
+                        f"training stops: {error}; {training.describe_step(error.step)}",
+                        error.step,
                     ) from None
-            training.end(at_start)
+            training._end(at_start)
 
 
 class Training:
@@ -393,7 +394,7 @@ class Training:
             log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
-    def evaluate_at_end(self) -> None:
+    def _evaluate_at_end(self) -> None:
         """Evaluate the best weights on test, if the dataset has this split. Evaluate on val too, if
         no epoch did. Raises RuntimeError if the loop has not taken all steps.
         """
@@ -420,7 +421,7 @@ class Training:
             self._at_end = check_replicas_at_end(self.parts.state, self._strategy)
         return self._at_end
 
-    def end(self, at_start: tuple[int, str]) -> None:
+    def _end(self, at_start: tuple[int, str]) -> None:
         """Write result.json, end the trackers, log the results, and leave the process group.
 
         `at_start`: number of devices and hash of the parameters at the start.

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.machine import start_clock, usage
+from timm_parallel.machine import start_clock
 from timm_parallel.machine.start_clock import StartClock, describe_start
 from timm_parallel.measure import meter as module
+from timm_parallel.measure import usage
 from timm_parallel.measure.meter import Meter
 
 
