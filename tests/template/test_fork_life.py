@@ -7,6 +7,7 @@ uses all commands with the library as a wheel.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -47,7 +48,14 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
         shutil.copytree(ROOT / ".mypy_cache", mine / ".mypy_cache")
     for example in EXAMPLES.values():
         example.follow(mine)
-    run_in(mine, str(environment / "bin" / "python"), "scripts/schema.py")
+    python = str(environment / "bin" / "python")
+    run_in(mine, python, "scripts/schema.py")
+    # The recipe of docs/fork.md.
+    page = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
+    [recipe] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (mine / "conf" / "experiment" / "second.yaml").write_text(recipe, encoding="utf-8")
+    shown = run_in(mine, python, "train.py", "experiment=second", "--cfg", "job")
+    assert "name: vit_tiny_patch16_224" in shown
     # Start no workers, because other tests run at the same time.
     run_in(mine, "make", f"VENV={environment}", "lint", "test", "ARGS=-n0")
 

@@ -450,7 +450,6 @@ def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     whole_template: Path,
     wheel: Path,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     git(tmp_path, "clone", "--quiet", str(whole_template), "template")
     template = tmp_path / "template"
@@ -493,9 +492,3 @@ def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
     assert out_of_step(read(mine / "requirements.txt"), read(mine / "requirements.lock")) == []
     assert f"/tree/{newest}/docs" in read(mine / "README.md")
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
-    commit(mine, {})
-    commit(template, {"src/tasks/multilabel.py": losses + "\n# the template's\n"})
-    before = state(mine)
-    assert update(mine) == 1
-    assert "conflict in src/tasks/multilabel.py" in capfd.readouterr().err
-    assert state(mine) == before
