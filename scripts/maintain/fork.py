@@ -67,9 +67,48 @@ def main(arguments: list[str]) -> int:
 
 
 def fork(root: Path, options: argparse.Namespace) -> None:
-    """Make the project of `options` of a clone. Raises ValueError if the name is not valid, changes
-    are not committed, the clone is already a fork, or the wheel cannot be built.
+    """Turn a clone into the project of `options`. Raises ValueError if the name is not valid,
+    changes are not committed, the clone is already a fork, or the wheel cannot be built.
     """
+    _check(root, options)
+    name, commit = options.name, _git(root, "rev-parse", "HEAD")
+    has_wheel = options.library == "wheel"
+    if has_wheel:
+        # Build the wheel first, because it may fail.
+        wheel = options.wheel or build_wheel(root, commit)
+        _require(root, wheel)
+    for path in NAMED:
+        _edit(root / path, re.escape(OLD_NAME), name)
+    _edit(root / "pyproject.toml", r'(?m)^description = ".*"$', f'description = "{name}"')
+    _edit(root / "pyproject.toml", r"(?m)^testpaths = .*$", 'testpaths = ["tests"]')
+    _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
+    text = (root / "LICENSE").read_text(encoding="utf-8")
+    (root / "LICENSE").write_text(add_holder(text, options.holder), encoding="utf-8")
+    shutil.copytree(root / FORK_FILES, root, dirs_exist_ok=True)
+    address = web_address(options.source)
+    pages = "docs" if options.docs else f"{address}/tree/{commit}/docs"
+    for old, new in ((PLACEHOLDER, name), ("TEMPLATE", address), ("PAGES", pages)):
+        _edit(root / "README.md", old, new)
+    _edit(root / ".github" / "workflows" / "ci.yml", PLACEHOLDER, name)
+    recipes = (root / "conf" / "experiment").glob("*.yaml")
+    removed = [
+        *REMOVED,
+        *(f"conf/experiment/{path.name}" for path in recipes if path.stem not in KEPT_RECIPES),
+        *([LIBRARY] if has_wheel else [f"{LIBRARY}/tests", f"{LIBRARY}/pyproject.toml"]),
+        *([] if options.docs else ["docs"]),
+    ]
+    _git(root, "rm", "-rqf", *removed)
+    # What git ignores, such as __pycache__, would keep their folders.
+    for path in removed:
+        shutil.rmtree(root / path, ignore_errors=True)
+    recorded = [name, f"--holder={options.holder}", f"--from={address}"]
+    recorded += [f"--library={options.library}", *(["--docs"] if options.docs else [])]
+    record = {"options": recorded, "template_commit": commit}
+    (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _git(root, "add", "--all")
+
+
+def _check(root: Path, options: argparse.Namespace) -> None:
     name = options.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(
@@ -90,41 +129,6 @@ def fork(root: Path, options: argparse.Namespace) -> None:
             "FROM=: git has no remote, so the README cannot link to the template; add FROM=<URL of "
             "the template>"
         )
-    commit = _git(root, "rev-parse", "HEAD")
-    # Build the wheel first, because it may fail.
-    wheel = options.wheel
-    if options.library == "wheel" and wheel is None:
-        wheel = build_wheel(root, commit)
-    for path in NAMED:
-        _edit(root / path, re.escape(OLD_NAME), name)
-    _edit(root / "pyproject.toml", r'(?m)^description = ".*"$', f'description = "{name}"')
-    _edit(root / "pyproject.toml", r"(?m)^testpaths = .*$", 'testpaths = ["tests"]')
-    _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
-    text = (root / "LICENSE").read_text(encoding="utf-8")
-    (root / "LICENSE").write_text(add_holder(text, options.holder), encoding="utf-8")
-    shutil.copytree(root / FORK_FILES, root, dirs_exist_ok=True)
-    address = web_address(options.source)
-    pages = "docs" if options.docs else f"{address}/tree/{commit}/docs"
-    for old, new in ((PLACEHOLDER, name), ("TEMPLATE", address), ("PAGES", pages)):
-        _edit(root / "README.md", old, new)
-    _edit(root / ".github" / "workflows" / "ci.yml", PLACEHOLDER, name)
-    recipes = [
-        path.relative_to(root).as_posix()
-        for path in (root / "conf" / "experiment").glob("*.yaml")
-        if path.stem not in KEPT_RECIPES
-    ]
-    of_library = [f"{LIBRARY}/tests", f"{LIBRARY}/pyproject.toml"]
-    if options.library == "wheel":
-        of_library = [LIBRARY]
-        _require(root, wheel)
-    pages_of_template = [] if options.docs else ["docs"]
-    _git(root, "rm", "-rqf", *REMOVED, *recipes, *of_library, *pages_of_template)
-    shutil.rmtree(root / "scripts" / "maintain", ignore_errors=True)
-    recorded = [name, f"--holder={options.holder}", f"--from={options.source}"]
-    recorded += [f"--library={options.library}", *(["--docs"] if options.docs else [])]
-    record = {"options": recorded, "template_commit": commit}
-    (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    _git(root, "add", "--all")
 
 
 def add_holder(text: str, holder: str) -> str:
@@ -137,8 +141,9 @@ def add_holder(text: str, holder: str) -> str:
 
 
 def web_address(remote: str) -> str:
-    """Convert the URL of a git remote to the address of its web page."""
-    return re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote).removesuffix(".git")
+    """Convert the URL of a git remote to the address of its web page, without a user or token."""
+    address = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote)
+    return re.sub(r"^(https?://)[^/@]*@", r"\1", address).removesuffix(".git")
 
 
 def _remote(root: Path) -> str:

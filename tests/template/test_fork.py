@@ -67,7 +67,7 @@ def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
     assert settings["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests"]
     assert json.loads(read(clone / ".template.json")) == {
         "options": [
-            *("my_project", "--holder=Ada Example", f"--from={URL}.git", "--library=wheel"),
+            *("my_project", "--holder=Ada Example", f"--from={URL}", "--library=wheel"),
         ],
         "template_commit": commit,
     }
@@ -95,6 +95,7 @@ def test_license_keeps_all_holders_when_owners_are_added(fork_of: Any) -> None:
         ("git@github.com:owner/template.git", "https://github.com/owner/template"),
         ("ssh://git@github.com/owner/template", "https://github.com/owner/template"),
         (f"{URL}.git", URL),
+        ("https://ada:token@example.org/owner/template", URL),
     ],
 )
 def test_remote_is_converted_to_the_address_of_its_web_page(remote: str, address: str) -> None:
@@ -169,10 +170,13 @@ def test_fork_with_the_library_as_source_has_the_files_of_the_wheel(
 
 
 def test_fork_has_its_own_recipes_and_tests_and_no_file_that_only_the_template_needs(
-    fork_of: Any,
+    clone: Path, fork_of: Any
 ) -> None:
+    # A module that was compiled before.
+    (clone / "timm_parallel" / "__pycache__").mkdir()
+    (clone / "timm_parallel" / "__pycache__" / "app.pyc").touch()
     mine = fork_of("mine")
-    assert [path for path in (*REMOVED, "docs") if (mine / path).exists()] == []
+    assert [path for path in (*REMOVED, "docs", "timm_parallel") if (mine / path).exists()] == []
     assert {path.stem for path in (mine / "conf/experiment").iterdir()} == set(KEPT_RECIPES)
     tests = {path.name for path in (mine / "tests").iterdir()}
     assert tests == {"__init__.py", "conftest.py", "test_own_model.py", "test_own_loss.py"}
