@@ -60,6 +60,7 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
     run_in(mine, "make", f"VENV={environment}", "lint", "test", "ARGS=-n0")
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=120)
 def test_commands_of_a_fork_work_with_the_library_as_a_wheel(mine: Path, environment: Path) -> None:
