@@ -6,15 +6,11 @@ PYTEST := $(BIN)/python -m pytest
 # A file stays on one worker, because its tests share trained runs, clusters and pairs of nodes. timm_parallel/testing/fixtures.py sets the
 # order.
 ON_ALL_CORES := -n logical --dist loadfile --no-loadscope-reorder
-# In a fork, the tests of the library run apart, with the template's project, and not if ARGS chooses among yours.
-FORK := $(wildcard .template.json)
-define run_tests
-$(PYTEST) $(ON_ALL_CORES) $(if $(FORK),-o testpaths=tests) $(1) $(ARGS)
-$(if $(FORK),$(if $(ARGS),,$(BIN)/python scripts/test_library.py $(2) $(ON_ALL_CORES) $(1)))
-endef
+# Has the packages that build a wheel, if there is an environment.
+OWN_PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor install train compare tune verdict test test-fast test-all test-ci test-nightly check lint format lock schema update clean
+.PHONY: help doctor install train compare tune verdict test test-fast test-all test-ci test-nightly check lint format lock schema update own-library clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,25 +33,25 @@ tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, w
 verdict: $(VENV)/runtime ## test if the working tree is better than a commit (BASE=main ARGS="… sweep.repeats=8")
 	$(BIN)/python scripts/verdict.py base=$(BASE) $(ARGS)
 
-test: $(VENV)/development ## run the tests, without the slow ones (in a fork: those of timm_parallel only if it was changed)
-	$(call run_tests,-m "not slow and not nightly and not gpu and not slurm",--if-changed)
+test: $(VENV)/development ## run the tests, without the slow ones
+	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not nightly and not gpu and not slurm" $(ARGS)
 
 test-fast: $(VENV)/development ## run the tests that start no processes (under 90 seconds)
-	$(call run_tests,-m "not slow and not nightly and not gpu and not slurm and not processes",--if-changed)
+	$(PYTEST) $(ON_ALL_CORES) -m "not slow and not nightly and not gpu and not slurm and not processes" $(ARGS)
 
 test-all: $(VENV)/development ## run the slow tests too
-	$(call run_tests,-m "not nightly")
+	$(PYTEST) $(ON_ALL_CORES) -m "not nightly" $(ARGS)
 
 test-ci: $(VENV)/development ## run what CI runs: the slow tests, and a seventh of the nightly ones
-	$(call run_tests,-m "not nightly or today")
+	$(PYTEST) $(ON_ALL_CORES) -m "not nightly or today" $(ARGS)
 
 test-nightly: $(VENV)/development ## run all tests that can run here, also random and exhaustive ones
-	$(call run_tests)
+	$(PYTEST) $(ON_ALL_CORES) $(ARGS)
 
 lint: $(VENV)/development ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 check: lint test ## lint and test: must pass before a commit
 
@@ -72,7 +68,11 @@ schema: $(VENV)/runtime ## write conf/schema.json (for editors) and the tables o
 	$(BIN)/python scripts/schema.py
 
 update: ## in a fork: take a newer template (FROM=<its URL>, or the git remote named template)
-	$(PYTHON) scripts/update.py $(if $(FROM),--from "$(FROM)") $(if $(KEEP),--keep $(KEEP))
+	$(OWN_PYTHON) scripts/update.py $(if $(FROM),--from "$(FROM)") $(if $(KEEP),--keep $(KEEP))
+
+own-library: ## in a fork: keep the library as a folder, to edit it, instead of as a wheel
+	$(OWN_PYTHON) scripts/update.py --library source $(if $(FROM),--from "$(FROM)")
+	-$(BIN)/python -m pip --quiet --disable-pip-version-check uninstall --yes timm-parallel
 
 clean: ## remove the environment and the caches, not the outputs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

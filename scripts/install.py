@@ -90,9 +90,14 @@ def out_of_step(requirements: str, lock: str) -> list[str]:
     versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([\w.+!-]+)", lock, re.MULTILINE):
         versions.setdefault(_canonical(name), set()).add(version)
-    missing = []
+    # A file in the project, such as ./vendor/x.whl, has the same line in the lock.
+    missing = [
+        line
+        for line in re.findall(r"^\./\S+", requirements, re.MULTILINE)
+        if f"{line} \\\n" not in lock
+    ]
     for line in requirements.splitlines():
-        required = re.match(r"([\w.-]+)(?:\[.*\])?(?:==([\w.+!-]+))?", line)
+        required = re.match(r"(\w[\w.-]*)(?:\[.*\])?(?:==([\w.+!-]+))?", line)
         if required is not None:
             known = versions.get(_canonical(required[1]), set())
             if not known or (required[2] and known != {required[2]}):

@@ -1,7 +1,9 @@
-"""Merge a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md docs"]`.
+"""Merge a newer template into a fork: `make update [FROM=<remote or URL>] [KEEP="README.md conf"]`.
 
-The script replaces timm_parallel, merges all other files with yours, runs the tests and stages the
-result. It does not commit. After a conflict or a failed test, the fork is as it was.
+The script replaces the library, a wheel or its folder, merges all other files with yours, runs the
+tests and stages the result. It does not commit. After a conflict or a failed test, the fork is as
+it was. `make own-library` replaces the wheel by the folder in the same way, at the fork's commit of
+the template.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 RECORD = ".template.json"
-# Folders that an update replaces by those of the template, without merging changes of the fork.
-LIBRARY = ("timm_parallel",)
+# Folders of the library. An update replaces them without merging changes of the fork.
+LIBRARY = ("timm_parallel", "vendor")
 MAKE_FORK = "scripts/maintain/fork.py"
 
 
@@ -41,6 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--keep", nargs="*", default=[], help="files and folders whose conflicts your version wins"
     )
+    parser.add_argument(
+        "--library",
+        choices=("wheel", "source"),
+        help="replace the library by this form of the same version, instead of taking a newer one",
+    )
     parser.add_argument("--test", default="make test", help="command that must exit with 0")
     parser.add_argument(
         "--root", type=Path, default=Path(__file__).resolve().parents[1], help="folder of the fork"
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     root = options.root.resolve()
     try:
-        newest = take(root, options.source, options.keep, options.test)
+        newest = take(root, options.source, options.keep, options.test, options.library)
     except Conflict as conflict:
         print(f"update: {conflict}", file=sys.stderr)
         return 1
@@ -68,8 +75,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
-    """Stage the newest commit of the template, and return its hash.
+def take(
+    root: Path, source: str, keep: Sequence[str], test: str, library: str | None = None
+) -> str:
+    """Stage the newest commit of the template, or another form of the library, and return the hash
+    of the template's commit.
 
     Raises Conflict if both sides changed a file, ValueError if the update cannot start, and
     CalledProcessError if a test fails. After each of these errors, the fork is as it was.
@@ -77,10 +87,15 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
     record = read_record(root)
     newest = fetch(root, source)
     base = find_base(root, source, record["template_commit"], newest)
-    if base == newest:
-        raise ValueError(f"the fork already has the newest commit of {source}, {newest[:10]}")
+    options = list(record["options"])
+    if library is not None:
+        newest = base
+        options = [word for word in options if not word.startswith("--library=")]
+        options.append(f"--library={library}")
+    if base == newest and sorted(options) == sorted(record["options"]):
+        raise ValueError(f"the fork already has commit {newest[:10]} of {source} in this form")
     head = git(root, "rev-parse", "HEAD")
-    result = merge(root, head, base, newest, record, keep)
+    result = merge(root, head, base, newest, record, options, keep)
     refuse_to_overwrite_ignored_files(root, head, result)
     print(f"update: {newest[:10]} of {source} is merged; running {test}", flush=True)
     git(root, "read-tree", "-m", "-u", head, result)
@@ -92,6 +107,9 @@ def take(root: Path, source: str, keep: Sequence[str], test: str) -> str:
         # Undo the update in `finally`, so that Ctrl-C undoes it too.
         if not passed:
             put_back(root, result, head)
+            if (root / "vendor").is_dir():
+                # The tests have installed the newer wheel.
+                subprocess.run(["make", "--silent", "install"], cwd=root, check=False)
     return newest
 
 
@@ -165,36 +183,42 @@ def find_base(root: Path, source: str, recorded: str, newest: str) -> str:
 
 
 def merge(
-    root: Path, head: str, base: str, newest: str, record: dict[str, Any], keep: Sequence[str]
+    root: Path,
+    head: str,
+    base: str,
+    newest: str,
+    record: dict[str, Any],
+    options: Sequence[str],
+    keep: Sequence[str],
 ) -> str:
     """Merge the changes of the template between two commits into the fork. Return the hash of the
-    merged git tree.
+    merged git tree. `options`: those of `make fork` for the newer commit.
 
     Both commits are first turned into forks. So a name that `make fork` changes, or a file that it
     deletes, does not count as a change.
     """
+    # The fork's own wheel, because a wheel that is built again may differ in its bytes.
+    wheels = [f"--wheel={path}" for path in (root / "vendor").glob("*.whl")]
+    recorded = record["template_commit"]
     with tempfile.TemporaryDirectory(prefix="update-") as folder:
         scratch = Path(folder) / "scratch"
         git(root, "worktree", "add", "--quiet", "--detach", str(scratch), base)
         try:
-            old = commit_fork(scratch, base, record)
-            new = commit_fork(scratch, newest, record, old)
+            old = commit_fork(scratch, base, [*record["options"], *wheels], recorded)
+            new = commit_fork(scratch, newest, options, recorded, old)
             git(scratch, "checkout", "--quiet", "--detach", "--force", head)
             # The strategy resolve ignores renames. Otherwise git could move your change into a
             # renamed file of the library, which is replaced below.
             picked = run_git(scratch, "cherry-pick", "--no-commit", "--strategy=resolve", new)
             if picked.returncode > 1:
                 raise ValueError(f"git cherry-pick failed: {picked.stderr.strip()}")
-            git(
-                scratch,
-                "restore",
-                f"--source={new}",
-                "--staged",
-                "--worktree",
-                "--",
-                *LIBRARY,
-                RECORD,
-            )
+            # Without a path that neither side has, which git restore refuses.
+            tracked = paths(git(scratch, "ls-files", "-z"))
+            tracked += paths(git(scratch, "ls-tree", "-r", "--name-only", "-z", new))
+            known = {PurePosixPath(name).parts[0] for name in tracked}
+            replaced_paths = sorted({*LIBRARY, RECORD} & known)
+            restore = ("restore", f"--source={new}", "--staged", "--worktree", "--")
+            git(scratch, *restore, *replaced_paths)
             conflicts = settle(scratch, head, keep)
             if conflicts:
                 names = " ".join(conflicts)
@@ -212,14 +236,18 @@ def merge(
                     "update: your changes are replaced by the template's files: "
                     f"{' '.join(replaced)}"
                 )
+            name_commit(scratch, recorded, newest)
             return git(scratch, "write-tree")
         finally:
             git(root, "worktree", "remove", "--force", str(scratch))
 
 
-def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: str) -> str:
-    """Run `make fork` on a commit of the template, with the names of this fork. Return the hash of
-    a commit of the result.
+def commit_fork(
+    scratch: Path, commit: str, options: Sequence[str], recorded: str, *parents: str
+) -> str:
+    """Run `make fork` with its options on a commit of the template. Return the hash of a commit of
+    the result, whose README names the commit `recorded`, so that it does not differ from the
+    fork's.
     """
     git(scratch, "checkout", "--quiet", "--detach", "--force", commit)
     if not (scratch / MAKE_FORK).is_file():
@@ -227,19 +255,31 @@ def commit_fork(scratch: Path, commit: str, record: dict[str, Any], *parents: st
             f"commit {commit[:10]} has no {MAKE_FORK}, so it is not a commit of the template; set "
             "FROM=<URL of the template>"
         )
-    command = [sys.executable, MAKE_FORK, record["name"], f"--holder={record['holder']}"]
-    if record["drop_demo"]:
-        command.append("--drop-demo")
+    command = [sys.executable, MAKE_FORK, *options]
     done = subprocess.run(command, cwd=scratch, capture_output=True, encoding="utf-8", check=False)
     if done.returncode != 0:
         raise ValueError(
             f"{MAKE_FORK} failed on the template's commit {commit[:10]}: {done.stderr.strip()}"
         )
     git(scratch, "add", "--all")
-    options = [option for parent in parents for option in ("-p", parent)]
+    name_commit(scratch, commit, recorded)
+    parent_options = [option for parent in parents for option in ("-p", parent)]
     return git(
-        scratch, "commit-tree", git(scratch, "write-tree"), *options, "-m", f"A fork of {commit}"
+        scratch,
+        "commit-tree",
+        git(scratch, "write-tree"),
+        *parent_options,
+        "-m",
+        f"A fork of {commit}",
     )
+
+
+def name_commit(scratch: Path, old: str, new: str) -> None:
+    """Replace a commit of the template, to whose pages the README links, by another one."""
+    readme = scratch / "README.md"
+    if readme.is_file():
+        readme.write_text(readme.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+        git(scratch, "add", "README.md")
 
 
 def settle(scratch: Path, head: str, keep: Sequence[str]) -> list[str]:

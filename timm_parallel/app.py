@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from timm_parallel.machine.ranks import Ranks
 
 
+# Name of an app by convention, for scripts and notebooks that do not import theirs.
 DEFAULT = "src.app:app"
 C = TypeVar("C", bound=Config)
 R = TypeVar("R", bound=ResolvedConfig)
@@ -36,7 +37,7 @@ class App(Generic[C, R]):
 
     # Import path of the app, `src.app:app`, by which a rank imports it.
     name: str
-    # Folder that contains train.py, conf/ and src/.
+    # Folder that contains train.py, conf/ and the project's package.
     root: Path
     config: type[C]
     resolved: type[R]

@@ -1,5 +1,5 @@
-"""Compose and check configs in Python, as train.py and evaluate.py do. For src/, scripts and
-notebooks.
+"""Compose and check configs in Python, as train.py and evaluate.py do. For the project, scripts
+and notebooks.
 """
 
 from __future__ import annotations

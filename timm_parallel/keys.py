@@ -1,8 +1,8 @@
 """Dataclasses of the config, and the function `key` that declares one config key.
 
 The groups cluster, sweep, search, tracker and paths are complete here. Of the other groups, this
-file declares the keys that the library reads. src/schema.py extends them with keys of the project
-and builds the whole schema.
+file declares the keys that the library reads. A project extends them with its own keys and
+builds the whole schema.
 """
 
 from __future__ import annotations
@@ -278,9 +278,7 @@ class PathsConfig:
 
 @dataclass
 class ModelConfig:
-    """Config keys of the model that the library reads. src/schema.py adds the keys of the
-    project.
-    """
+    """Config keys of the model that the library reads. A project adds its own."""
 
     name: str = key("resnet18", help="Any timm model, or `src.<module>.<Class>` of your own.")
     pretrained: bool = key(
@@ -329,9 +327,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Config keys of the data that the library reads. src/schema.py adds the keys of the
-    project.
-    """
+    """Config keys of the data that the library reads. A project adds its own."""
 
     name: str = key(
         "digits",
@@ -583,9 +579,7 @@ def strategy_options() -> dict[str, str]:
 
 @dataclass
 class OptimConfig:
-    """Config keys of the optimizer that the library reads. src/schema.py adds the keys of the
-    project.
-    """
+    """Config keys of the optimizer that the library reads. A project adds its own."""
 
     opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
     lr: float = key(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
@@ -605,9 +599,7 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    """Config keys of the training loop that the library reads. src/schema.py adds the keys of the
-    project.
-    """
+    """Config keys of the training loop that the library reads. A project adds its own."""
 
     epochs: int = key(8, ge=1, help="Epochs to train; the schedule has this length.")
     max_steps: int | None = key(
@@ -666,8 +658,8 @@ class CheckpointConfig:
 
 @dataclass
 class Config:
-    """Config of a run: all groups, and the keys that belong to no group. src/schema.py replaces
-    some groups by classes of the project.
+    """Config of a run: all groups, and the keys that belong to no group. A project replaces
+    some groups by its own classes.
     """
 
     task_name: str = key("train", help="Name of the task; its runs are in outputs/<task_name>/.")

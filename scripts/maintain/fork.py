@@ -1,148 +1,134 @@
 """Turn a clone of this project into your own project: `make fork NAME=my_project [HOLDER="Ada
-Example"] [DROP_DEMO=1]`.
+Example"] [LIBRARY=source] [DOCS=1] [FROM=<URL of the template>]`.
 
 The script writes your name into README, config, container and CI, and adds it to the license. It
-writes .template.json with the template's commit and a hash of the library, so that `make test`
-tests the library only after a change. It saves the template's project for these tests (see
-scripts/test_library.py). It removes files that only the template needs: benchmarks and their page,
-tests with random faults, tests of the pages, and this script. DROP_DEMO=1 also removes the recipes.
-The script does not commit: look at `git diff`, then commit.
+builds a wheel of the library for vendor/, or keeps its folder with LIBRARY=source. It removes what
+only the template needs: its tests, most recipes, maintenance scripts, and the pages unless DOCS=1.
+The options are recorded in .template.json, because `make update` turns newer commits of the
+template into forks in the same way. The script stages the changes and does not commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import keyword
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-# Python searches the folder of a script for modules, so add the root of the project.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from scripts.test_library import PROJECT, library_hash, save_project
-
-RECIPES = (
-    *(
-        "cifar10_resnet18",
-        "digits_resnet10t",
-        "digits_vit",
-        "imagenet_resnet50_a1",
-        "imagenet_resnet50_a2",
-    ),
-    *("imagenet_resnet50_a3", "imagenet_vit_small", "finetune_convnext_tiny", "finetune_swin_tiny"),
+LIBRARY = "timm_parallel"
+# Files of the same paths replace those of the template.
+FORK_FILES = "scripts/maintain/fork_files"
+REMOVED = (
+    *("scripts/maintain", "tests/template", ".ci", "mkdocs.yml", "requirements-docs.txt"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "README.zh-CN.md", "notebooks/digits.py"),
+    *(f"conf/model/{name}.yaml" for name in ("few_large", "many_small", "sequencer")),
 )
-# Files that a fork does not need, and a pattern for the commands in them. Lines of pages that match
-# the pattern are removed, so such a line must be a whole sentence, list item, table row or line of
-# code.
-OF_THE_TEMPLATE = (
-    "scripts/maintain",
-    "tests/template",
-    "docs/dev/benchmarks.md",
-    "mkdocs.yml",
-    "requirements-docs.txt",
-)
-TARGETS = r"make (bench|gpu-wheels|gpu-check|size|docs|fork)\b"
-COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
-DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
-OLD_NAME = "timm-parallel"
+# `make` starts the experiments compare and tune.
+KEPT_RECIPES = ("mine", "finetune", "segmentation", "compare", "tune")
+OLD_NAME, PLACEHOLDER = "timm-parallel", "my_project"
 # Files in which the new name of the project replaces the old one.
-NAMED = (
-    "Dockerfile",
-    ".devcontainer/devcontainer.json",
-    ".github/workflows/ci.yml",
-    "docs/container.md",
-    "pyproject.toml",
-    "CITATION.cff",
-)
-# Pattern for a run folder in the pages, which contains the template's task_name.
-RUN_FOLDER = r"(outputs/)train\b"
-# The tests of the library run with the template's project, so mypy must not check them with yours.
-LIBRARY_TESTS = """[[tool.mypy.overrides]]
-module = ["timm_parallel.tests.*", "timm_parallel.testing.*"]
-ignore_errors = true
-
-"""
+NAMED = ("Dockerfile", ".devcontainer/devcontainer.json", "pyproject.toml")
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
-    parser.add_argument(
-        "--holder", default="", help="holder of the license; default: git's user.name"
-    )
-    parser.add_argument("--drop-demo", action="store_true")
+    parser.add_argument("--holder", help="holder of the license; default: git's user.name")
+    parser.add_argument("--library", choices=("wheel", "source"), default="wheel")
+    parser.add_argument("--docs", action="store_true", help="keep the pages")
+    parser.add_argument("--from", dest="source", help="URL of the template; default: git's remote")
+    parser.add_argument("--wheel", type=Path, help="of the library, instead of building one")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2])
     options = parser.parse_args(arguments)
+    root = options.root
+    options.holder = options.holder or _git(root, "config", "user.name") or options.name
+    options.source = options.source or _remote(root)
     try:
-        fork(options.root, options.name, options.holder, options.drop_demo)
+        fork(root, options)
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    print(f"This is {options.name} now. Look at git diff, run make check, and commit.")
-    print(
-        "Later, `make update` takes a newer template. It reads the git remote named template, "
-        "which you add once:"
-    )
-    print("  git remote add template <URL of the template>")
+    remotes = _git(root, "remote").splitlines()
+    print(f"This is {options.name} now. Next:")
+    print("  git diff --cached --stat HEAD")
+    if "template" not in remotes:
+        is_clone = _git(root, "config", "remote.origin.url") == options.source
+        command = "rename origin template" if is_clone else f"add template {options.source}"
+        print(f"  git remote {command}")
+    print("  make lint test")
+    print(f'  git commit -m "Make {options.name} of {OLD_NAME}"')
     return 0
 
 
-def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
-    """Rename the project in a clone, and remove the files of the template. Raises ValueError if the
-    name is not valid, changes are not committed, or the clone is already a fork.
+def fork(root: Path, options: argparse.Namespace) -> None:
+    """Turn a clone into the project of `options`. Raises ValueError if the name is not valid,
+    changes are not committed, the clone is already a fork, or the wheel cannot be built.
     """
+    _check(root, options)
+    name, commit = options.name, _git(root, "rev-parse", "HEAD")
+    has_wheel = options.library == "wheel"
+    if has_wheel:
+        # Build the wheel first, because it may fail.
+        wheel = options.wheel or build_wheel(root, commit)
+        _require(root, wheel)
+    for path in NAMED:
+        _edit(root / path, re.escape(OLD_NAME), name)
+    _edit(root / "pyproject.toml", r'(?m)^description = ".*"$', f'description = "{name}"')
+    _edit(root / "pyproject.toml", r"(?m)^testpaths = .*$", 'testpaths = ["tests"]')
+    _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
+    text = (root / "LICENSE").read_text(encoding="utf-8")
+    (root / "LICENSE").write_text(add_holder(text, options.holder), encoding="utf-8")
+    shutil.copytree(root / FORK_FILES, root, dirs_exist_ok=True)
+    address = web_address(options.source)
+    pages = "docs" if options.docs else f"{address}/tree/{commit}/docs"
+    for old, new in ((PLACEHOLDER, name), ("TEMPLATE", address), ("PAGES", pages)):
+        _edit(root / "README.md", old, new)
+    _edit(root / ".github" / "workflows" / "ci.yml", PLACEHOLDER, name)
+    recipes = (root / "conf" / "experiment").glob("*.yaml")
+    removed = [
+        *REMOVED,
+        *(f"conf/experiment/{path.name}" for path in recipes if path.stem not in KEPT_RECIPES),
+        *([LIBRARY] if has_wheel else [f"{LIBRARY}/tests", f"{LIBRARY}/pyproject.toml"]),
+        *([] if options.docs else ["docs"]),
+    ]
+    _git(root, "rm", "-rqf", *removed)
+    # What git ignores, such as __pycache__, would keep their folders.
+    for path in removed:
+        shutil.rmtree(root / path, ignore_errors=True)
+    recorded = [name, f"--holder={options.holder}", f"--from={address}"]
+    recorded += [f"--library={options.library}", *(["--docs"] if options.docs else [])]
+    record = {"options": recorded, "template_commit": commit}
+    (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _git(root, "add", "--all")
+
+
+def _check(root: Path, options: argparse.Namespace) -> None:
+    name = options.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(
             f"NAME={name}: expected a package name of lower-case letters, digits and _, e.g. "
             "my_project"
         )
     if (root / ".template.json").exists():
-        before = json.loads((root / ".template.json").read_text(encoding="utf-8"))["name"]
         raise ValueError(
-            f"NAME={name}: this repository is a fork already ({before}, see .template.json); make "
-            "fork runs once"
+            f"NAME={name}: this repository is a fork already, see .template.json; make fork runs "
+            "once"
         )
     if _git(root, "status", "--porcelain"):
         raise ValueError(
             f"NAME={name}: the working tree has uncommitted changes; commit them first (git status)"
         )
-    commit = _git(root, "rev-parse", "HEAD")
-    # Save the template's project before its files are edited or removed.
-    save_project(root)
-    holder = holder or _git(root, "config", "user.name") or name
-    for path in NAMED:
-        _edit(root / path, re.escape(OLD_NAME), name)
-    _edit(root / "pyproject.toml", r"(?=\[tool\.pytest)", LIBRARY_TESTS)
-    for readme in root.glob("README*.md"):
-        _edit(readme, r"\A# .*", f"# {name}")
-    text = (root / "LICENSE").read_text(encoding="utf-8")
-    (root / "LICENSE").write_text(add_holder(text, holder), encoding="utf-8")
-    _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")
-    _drop(root, OF_THE_TEMPLATE, COMMANDS)
-    # Rename run folders in the pages, because a run is in outputs/<task_name>, and task_name was
-    # changed above.
-    for page in _pages(root):
-        text = page.read_text(encoding="utf-8")
-        page.write_text(re.sub(RUN_FOLDER, rf"\1{name}", text), encoding="utf-8")
-    if drop_demo:
-        recipes = [f"conf/experiment/{recipe}.yaml" for recipe in RECIPES]
-        figures = [path for path in DEMO if (root / path).exists()]
-        _drop(
-            root,
-            [*recipes, *figures],
-            "|".join([*RECIPES, *(re.escape(Path(path).name) for path in figures)]),
+    if not options.source:
+        raise ValueError(
+            "FROM=: git has no remote, so the README cannot link to the template; add FROM=<URL of "
+            "the template>"
         )
-    # Record the options, because `make update` must turn newer commits of the template into forks
-    # in the same way.
-    record = {"name": name, "holder": holder, "drop_demo": drop_demo, "template_commit": commit}
-    record["library_hash"] = library_hash(root)
-    (root / ".template.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    # Add the new files, because `git commit -a` would not include them.
-    _git(root, "add", ".template.json", PROJECT)
 
 
 def add_holder(text: str, holder: str) -> str:
@@ -154,24 +140,64 @@ def add_holder(text: str, holder: str) -> str:
     return f"{text[: last.end()]}{last[1]} {holder}\n{text[last.end() :]}"
 
 
-def _drop(root: Path, paths: Sequence[str], named: str) -> None:
-    """Remove files with git, and remove the lines of documentation pages that match a pattern."""
-    _git(root, "rm", "-rq", *paths)
-    for page in _pages(root):
-        lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-        page.write_text(
-            "".join(line for line in lines if not re.search(named, line)), encoding="utf-8"
+def web_address(remote: str) -> str:
+    """Convert the URL of a git remote to the address of its web page, without a user or token."""
+    address = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote)
+    return re.sub(r"^(https?://)[^/@]*@", r"\1", address).removesuffix(".git")
+
+
+def _remote(root: Path) -> str:
+    for name in ("template", "origin"):
+        if url := _git(root, "config", f"remote.{name}.url"):
+            return url
+    return ""
+
+
+def build_wheel(root: Path, commit: str) -> Path:
+    """Build a wheel of the library in vendor/, and return its path. The commit is part of its
+    version, so that pip replaces the wheel of an older commit. Raises ValueError if pip fails.
+    """
+    vendor = root / "vendor"
+    settings = root / LIBRARY / "pyproject.toml"
+    text = settings.read_text(encoding="utf-8")
+    _edit(settings, r'(?m)^(version = ".*)"$', rf'\1+g{commit[:10]}"')
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    # With the build backend in the environment, pip needs no network.
+    if importlib.util.find_spec("hatchling") is not None:
+        command.append("--no-build-isolation")
+    command += ["--no-deps", "--wheel-dir", str(vendor), str(root / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    settings.write_text(text, encoding="utf-8")
+    if done.returncode != 0:
+        raise ValueError(
+            f"the wheel of {LIBRARY} could not be built by {sys.executable}: "
+            f"{' '.join(done.stderr.split())[-300:]}; run make install first, or choose "
+            "LIBRARY=source"
         )
+    (wheel,) = vendor.glob("*.whl")
+    return wheel
 
 
-def _pages(root: Path) -> list[Path]:
-    return [*root.glob("README*.md"), *(root / "docs").rglob("*.md"), root / "CONTRIBUTING.md"]
+def _require(root: Path, wheel: Path) -> None:
+    """Put a wheel into vendor/, and let requirements.txt, its lock and the Dockerfile install
+    it.
+    """
+    (root / "vendor").mkdir(exist_ok=True)
+    if wheel.parent != root / "vendor":
+        shutil.copy(wheel, root / "vendor")
+    line = f"./vendor/{wheel.name}"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    # Lines where `make lock` would write them, and far from those that you add at the end.
+    _edit(root / "requirements.txt", r"(?m)\A((?:#.*\n)*)", rf"\1{line}\n")
+    locked = f"{line} \\\\\n    --hash=sha256:{digest}\n"
+    _edit(root / "requirements.lock", r"(?m)^(?=torch==)", locked)
+    _edit(root / "Dockerfile", r"(?m)^(?=COPY requirements\.lock)", "COPY vendor vendor\n")
 
 
 def _edit(path: Path, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
-    changed = re.sub(old, new, text)
-    assert changed != text, f"{path}: does not contain {old}"
+    changed, count = re.subn(old, new, text)
+    assert count, f"{path}: does not contain {old}"
     path.write_text(changed, encoding="utf-8")
 
 

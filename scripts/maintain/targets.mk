@@ -19,8 +19,9 @@ docs: $(VENV)/docs ## build the documentation site: site/index.html (ARGS=<sweep
 docs-outputs: $(VENV)/runtime ## run the commands whose output the pages show, and refresh it (ARGS=docs/resume.md)
 	$(BIN)/python scripts/maintain/docs_outputs.py $(ARGS)
 
-fork: ## make this clone your project (NAME=my_project HOLDER="Ada Example" DROP_DEMO=1)
-	$(PYTHON) scripts/maintain/fork.py "$(NAME)" $(if $(HOLDER),--holder "$(HOLDER)") $(if $(DROP_DEMO),--drop-demo)
+fork: ## make this clone your project (NAME=my_project HOLDER="Ada Example" LIBRARY=source DOCS=1 FROM=<its URL>)
+	$(OWN_PYTHON) scripts/maintain/fork.py "$(NAME)" $(if $(HOLDER),--holder "$(HOLDER)") $(if $(LIBRARY),--library "$(LIBRARY)") \
+		$(if $(DOCS),--docs) $(if $(FROM),--from "$(FROM)")
 
 $(VENV)/docs: requirements-docs.txt $(VENV)/runtime
 	$(BIN)/python scripts/install.py requirements-docs.txt

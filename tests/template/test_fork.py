@@ -2,111 +2,82 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import subprocess
-import sys
-import textwrap
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_makefile import make
 
-from scripts.maintain.fork import (
-    COMMANDS,
-    OF_THE_TEMPLATE,
-    OLD_NAME,
-    RECIPES,
-    RUN_FOLDER,
-    add_holder,
-    fork,
-)
-from scripts.test_library import library_hash
+from scripts.install import out_of_step
+from scripts.maintain.fork import KEPT_RECIPES, OLD_NAME, REMOVED, add_holder, main, web_address
+from tests.template.repositories import NEEDS_GIT, git
 from tests.template.runs import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
-    ),
-]
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
-    done = subprocess.run(
-        ["git", *who, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def make_template(folder: Path) -> Path:
-    """Create a repository with the files of this working tree that git tracks or would add."""
-    names = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    for name in names:
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    git(folder.parent, "init", "-q", "-b", "main", str(folder))
-    git(folder, "add", "-A")
-    git(folder, "commit", "-qm", "the template")
-    return folder
+pytestmark = NEEDS_GIT
+URL = "https://example.org/owner/template"
 
 
 @pytest.fixture
-def template(tmp_path: Path) -> Path:
-    return make_template(tmp_path / "template")
-
-
-@pytest.fixture
-def clone(template: Path, tmp_path: Path) -> Path:
-    git(tmp_path, "clone", "-q", str(template), "mine")
+def clone(whole_template: Path, tmp_path: Path) -> Path:
+    git(tmp_path, "clone", "-q", str(whole_template), "mine")
     return tmp_path / "mine"
+
+
+@pytest.fixture
+def fork_of(clone: Path, wheel: Path) -> Any:
+    """Return a function that makes a fork of the clone, and returns its folder."""
+
+    def make_fork(name: str, *options: str) -> Path:
+        command = [name, "--holder=Ada Example", f"--wheel={wheel}", *options, f"--root={clone}"]
+        assert main(command) == 0
+        return clone
+
+    return make_fork
 
 
 def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_make_fork_replaces_every_occurrence_of_the_template_name(clone: Path) -> None:
-    commit = git(clone, "rev-parse", "HEAD").strip()
-    fork(clone, "my_project", "Ada Example", drop_demo=False)
-    assert read(clone / "README.md").startswith("# my_project\n")
-    # The tests of the library do not fit the types of a fork's own code.
-    overrides = tomllib.loads(read(clone / "pyproject.toml"))["tool"]["mypy"]["overrides"]
-    ignored = [each["module"] for each in overrides if each.get("ignore_errors")]
-    assert ignored == [["timm_parallel.tests.*", "timm_parallel.testing.*"]]
-    assert read(clone / "LICENSE") == add_holder(read(ROOT / "LICENSE"), "Ada Example")
-    assert read(clone / "timm_parallel" / "LICENSE") == read(ROOT / "LICENSE")
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not {".git", "__pycache__"} & {*path.relative_to(folder).parts}
+    }
+
+
+def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
+    fork_of: Any, clone: Path
+) -> None:
+    commit = git(clone, "rev-parse", "HEAD")
+    fork_of("my_project", f"--from={URL}.git")
+    readme = read(clone / "README.md")
+    assert readme.startswith("# my_project\n") and len(readme.splitlines()) <= 30
+    assert f"({URL}/tree/{commit}/docs/fork.md)" in readme
     assert "task_name: my_project" in read(clone / "conf" / "train.yaml")
-    record = {
-        "name": "my_project",
-        "holder": "Ada Example",
-        "drop_demo": False,
+    settings = tomllib.loads(read(clone / "pyproject.toml"))
+    assert settings["project"]["name"] == "my_project"
+    assert settings["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests"]
+    assert json.loads(read(clone / ".template.json")) == {
+        "options": [
+            *("my_project", "--holder=Ada Example", f"--from={URL}", "--library=wheel"),
+        ],
         "template_commit": commit,
     }
-    record["library_hash"] = library_hash(clone)
-    assert json.loads(read(clone / ".template.json")) == record
-    pages = "".join(map(read, [*clone.glob("README*.md"), *(clone / "docs").rglob("*.md")]))
-    assert "outputs/train" not in pages
-    assert "python train.py resume=outputs/my_project/<date>/<time>" in pages
-    texts = [path for path in clone.rglob("*") if path.is_file() and ".git/" not in str(path)]
-    # Skip the library, because make fork does not change its name.
-    own = [path for path in texts if not path.is_relative_to(clone / "timm_parallel")]
-    assert [path.name for path in own if OLD_NAME.encode() in path.read_bytes()] in (
-        [],
-        ["CHANGELOG.md"],
-    )
+    named = {name for name, contents in files_of(clone).items() if OLD_NAME.encode() in contents}
+    # The README tells on what the project is built.
+    assert {name for name in named if not name.endswith(".whl")} == {"README.md", "Makefile"}
+    assert git(clone, "status", "--porcelain", "--untracked-files=all").count("??") == 0
 
 
-def test_license_keeps_all_holders_when_owners_are_added() -> None:
+def test_license_keeps_all_holders_when_owners_are_added(fork_of: Any) -> None:
     text = read(ROOT / "LICENSE")
     added = ["Copyright (c) 2026 Ada & Söhne", r"Copyright (c) 2026 Acme \1 [AI]"]
     for line in added:
@@ -114,151 +85,131 @@ def test_license_keeps_all_holders_when_owners_are_added() -> None:
     lines = text.splitlines()
     assert lines[2:5] == ["Copyright (c) 2026 The maintainers", *added]
     assert [line for line in lines if line not in added] == read(ROOT / "LICENSE").splitlines()
+    of_fork = read(fork_of("mine") / "LICENSE")
+    assert of_fork == add_holder(read(ROOT / "LICENSE"), "Ada Example")
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("git@github.com:owner/template.git", "https://github.com/owner/template"),
+        ("ssh://git@github.com/owner/template", "https://github.com/owner/template"),
+        (f"{URL}.git", URL),
+        ("https://ada:token@example.org/owner/template", URL),
+    ],
+)
+def test_remote_is_converted_to_the_address_of_its_web_page(remote: str, address: str) -> None:
+    assert web_address(remote) == address
 
 
 @pytest.mark.parametrize("name", ["", "My Project", "my-project", "1st", "class", "../x", "a/b"])
-def test_make_fork_refuses_an_invalid_package_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="NAME="):
-        fork(tmp_path, name, "", drop_demo=False)
+def test_make_fork_refuses_an_invalid_package_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(tmp_path, "init", "-q")
+    assert main([name, f"--root={tmp_path}"]) == 2
+    assert f"NAME={name}:" in capsys.readouterr().err
 
 
-def test_make_fork_refuses_uncommitted_changes_and_a_second_fork(clone: Path) -> None:
+def test_make_fork_refuses_uncommitted_changes_a_second_fork_and_a_missing_url(
+    clone: Path, fork_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal() -> str:
+        assert main(["other", f"--root={clone}"]) == 2
+        return capsys.readouterr().err
+
     (clone / "note").write_text("mine")
-    with pytest.raises(ValueError, match=r"NAME=mine: .*uncommitted"):
-        fork(clone, "mine", "", drop_demo=False)
+    assert re.match(r"fork: NAME=other: .*uncommitted", refusal())
     (clone / "note").unlink()
-    fork(clone, "mine", "Ada", drop_demo=False)
-    git(clone, "add", "-A")
+    git(clone, "remote", "remove", "origin")
+    assert refusal().startswith("fork: FROM=: ")
+    fork_of("mine", f"--from={URL}")
     git(clone, "commit", "-qm", "mine")
-    with pytest.raises(ValueError, match=r"NAME=other: .*\(mine"):
-        fork(clone, "other", "", drop_demo=False)
+    assert re.match(r"fork: NAME=other: .*\.template\.json", refusal())
 
 
-def test_make_fork_keeps_examples_and_removes_files_that_only_the_template_needs(
-    clone: Path,
+def test_make_fork_changes_nothing_when_the_wheel_cannot_be_built(
+    clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    examples = git(clone, "ls-files", "examples")
-    fork(clone, "mine", "Ada", drop_demo=True)
-    assert git(clone, "ls-files", "examples") == examples != ""
-    tests = [*(clone / "tests").rglob("*.py")]
-    assert tests and [path.name for path in tests if "examples/" in read(path)] == []
-    assert not [path for path in OF_THE_TEMPLATE if (clone / path).exists()]
-    assert {path.name for path in (clone / "scripts").glob("*.py")} >= {
-        "install.py",
-        "schema.py",
-        "doctor.py",
-    }
-    pages = [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]
-    assert [
-        page.name
-        for page in pages
-        if page.name != "CHANGELOG.md" and re.search(COMMANDS, read(page))
-    ] == []
-    done = subprocess.run(
-        ["make", "help"], cwd=clone, capture_output=True, text=True, timeout=300, check=True
+    (clone / "timm_parallel" / "pyproject.toml").write_text('[project]\nversion = "1"\nwrong')
+    git(clone, "commit", "-qam", "a mistake")
+    before = files_of(clone)
+    assert main(["mine", f"--root={clone}"]) == 2
+    assert "LIBRARY=source" in capsys.readouterr().err
+    assert files_of(clone) == before
+
+
+def test_fork_installs_the_library_from_a_wheel_that_its_lock_and_container_know(
+    fork_of: Any, wheel: Path
+) -> None:
+    mine = fork_of("mine")
+    assert not (mine / "timm_parallel").exists()
+    assert (mine / "vendor" / wheel.name).read_bytes() == wheel.read_bytes()
+    requirements, lock = read(mine / "requirements.txt"), read(mine / "requirements.lock")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    assert f"\n./vendor/{wheel.name}\n" in requirements
+    assert f"\n./vendor/{wheel.name} \\\n    --hash=sha256:{digest}\n" in lock
+    assert out_of_step(requirements, lock) == []
+    assert out_of_step(requirements, lock.replace(wheel.name, "old.whl")) != []
+    copied, installed = (
+        read(mine / "Dockerfile").index(line) for line in ("COPY vendor vendor", "RUN pip install")
     )
-    assert "make train" in done.stdout and "make bench" not in done.stdout
+    assert copied < installed
 
 
-def units_of(text: str) -> list[str]:
-    """Split a page into parts that can be removed alone: lines of whole sentences, list items,
-    table rows and lines of code.
-    """
-    units: list[str] = []
-    in_code = joins = False
-    for line in text.splitlines():
-        is_fence = line.lstrip().startswith("```")
-        is_line = in_code or is_fence or line.startswith(("|", "#"))
-        if joins and line.strip() and not is_line and not re.match(r" *([-*]|\d+\.) ", line):
-            units[-1] += f"\n{line}"
-        elif line.strip():
-            units.append(line)
-        joins = bool(line.strip()) and not is_line and not line.endswith((".", "。"))
-        in_code ^= is_fence
-    return units
-
-
-@pytest.mark.parametrize("drop_demo", [False, True])
-def test_make_fork_removes_only_whole_sentences_list_items_and_table_rows_from_pages(
-    drop_demo: bool, template: Path, clone: Path
+def test_fork_with_the_library_as_source_has_the_files_of_the_wheel(
+    fork_of: Any, wheel: Path, tmp_path: Path
 ) -> None:
-    fork(clone, "mine", "Ada", drop_demo)
-    cut = {}
-    for page in [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]:
-        before = read(template / page.relative_to(clone)).replace(OLD_NAME, "mine")
-        allowed = {"# mine", *units_of(re.sub(RUN_FOLDER, r"\1mine", before))}
-        after = read(page)
-        cut[page.name] = [unit for unit in units_of(after) if unit not in allowed]
-        cut[page.name] += re.findall(r"^.*\n+```\w*\n```$", after, re.MULTILINE)
-    assert {page: texts for page, texts in cut.items() if texts} == {}
+    mine = fork_of("mine", "--library=source")
+    assert not (mine / "vendor").exists()
+    assert "vendor" not in read(mine / "requirements.txt") + read(mine / "requirements.lock")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    expected = files_of(tmp_path / "wheel" / "timm_parallel")
+    assert files_of(mine / "timm_parallel") == expected
 
 
-def test_make_fork_removes_demo_experiments_when_drop_demo_is_true(clone: Path) -> None:
-    fork(clone, "mine", "Ada", drop_demo=True)
-    assert not [
-        recipe for recipe in RECIPES if (clone / "conf" / "experiment" / f"{recipe}.yaml").exists()
-    ]
-    assert (clone / "conf" / "experiment" / "compare.yaml").exists()
-    pages = [*clone.glob("*.md"), *(clone / "docs").rglob("*.md")]
-    assert not [
-        page
-        for page in pages
-        if page.name != "CHANGELOG.md" and any(r in read(page) for r in RECIPES)
-    ]
-    assert not (clone / "docs" / "figures" / "report.png").exists()
-
-
-@pytest.mark.slow(seconds=2)
-def test_make_test_in_a_fork_runs_the_library_tests_apart_unless_args_are_given(
-    clone: Path,
+def test_fork_has_its_own_recipes_and_tests_and_no_file_that_only_the_template_needs(
+    clone: Path, fork_of: Any
 ) -> None:
-    def commands(*words: str) -> list[str]:
-        output = make("-n", f"PYTHON={sys.executable}", *words, folder=clone)
-        return re.findall(r".* -m pytest .*|.*test_library.*", output)
-
-    (one,) = commands("test")
-    assert "testpaths" not in one
-    fork(clone, "mine", "Ada", drop_demo=False)
-    for target in ("test", "test-fast", "test-all", "test-nightly"):
-        own, library = commands(target)
-        assert "-o testpaths=tests" in own
-        assert "scripts/test_library.py" in library
-        assert ("--if-changed" in library) == (target in ("test", "test-fast"))
-    (own,) = commands("test", "ARGS=tests/test_step.py")
-    assert "-o testpaths=tests" in own
+    # A module that was compiled before.
+    (clone / "timm_parallel" / "__pycache__").mkdir()
+    (clone / "timm_parallel" / "__pycache__" / "app.pyc").touch()
+    mine = fork_of("mine")
+    assert [path for path in (*REMOVED, "docs", "timm_parallel") if (mine / path).exists()] == []
+    assert {path.stem for path in (mine / "conf/experiment").iterdir()} == set(KEPT_RECIPES)
+    tests = {path.name for path in (mine / "tests").iterdir()}
+    assert tests == {"__init__.py", "conftest.py", "test_own_model.py", "test_own_loss.py"}
+    assert {path.name for path in (mine / "scripts").glob("*.py")} == {
+        path.name for path in (ROOT / "scripts").glob("*.py")
+    }
+    assert files_of(mine / "examples") == files_of(ROOT / "examples")
 
 
-@pytest.mark.processes
-@pytest.mark.slow(seconds=9)
-def test_changed_library_of_a_fork_is_tested_with_the_project_of_the_template(clone: Path) -> None:
-    fork(clone, "mine", "Ada", drop_demo=False)
-    own = "timm_parallel/tests/test_own.py"
+def test_fork_keeps_the_pages_when_docs_is_given(fork_of: Any) -> None:
+    mine = fork_of("mine", "--docs")
+    assert files_of(mine / "docs") == files_of(ROOT / "docs")
+    links = re.findall(r"\((docs[^)]*)\)", read(mine / "README.md"))
+    assert len(links) == 2 and all((mine / link).exists() for link in links)
 
-    def run_tests(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "scripts/test_library.py", *options, "-p", "no:cacheprovider"]
-        command += ["-v", own]
-        done = subprocess.run(
-            command, cwd=clone, capture_output=True, text=True, timeout=300, check=False
-        )
-        return done.returncode, done.stdout
 
-    assert run_tests("--if-changed") == (0, "")
-    # A fork may delete parts of the template's project.
-    shutil.rmtree(clone / "conf" / "model")
-    (clone / "src" / "tasks" / "classification.py").unlink()
-    assert run_tests("--if-changed") == (0, "")
-    test = """
-        from src.app import app
-        from src.tasks.classification import Classification
-        def test_own():
-            assert (app.root / "conf" / "model" / "tiny.yaml").exists()
-    """
-    (clone / own).write_text(textwrap.dedent(test))
-    code, output = run_tests("--if-changed")
-    assert code == 0 and "1 passed" in output, output
-    git(clone, "add", "-A")
-    git(clone, "commit", "-qm", "the library has changed")
-    (clone / "timm_parallel" / "metric.py").write_text("raise ImportError\n")
-    assert run_tests("--if-changed")[0] != 0
-    (clone / "timm_parallel" / "tests" / "project.zip").unlink()
-    assert run_tests() == (2, "")
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("given", [(), (f"--from={URL}",)], ids=["clone", "other remote"])
+def test_commands_that_make_fork_prints_can_be_pasted(
+    given: tuple[str, ...], fork_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = fork_of("mine", *given)
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line.strip() for line in lines if line.startswith("  ")]
+    remote = f"add template {URL}" if given else "rename origin template"
+    assert commands[1:3] == [f"git remote {remote}", "make lint test"]
+    git(mine, "config", "user.name", "Ada")
+    git(mine, "config", "user.email", "ada@example.org")
+    for command in commands:
+        # make would install the requirements.
+        dry = command.replace("make ", "make -n ")
+        subprocess.run(dry, cwd=mine, shell=True, check=True, capture_output=True, timeout=300)
+    assert git(mine, "status", "--porcelain") == ""
+    assert "template" in git(mine, "remote").splitlines()
+    helped = subprocess.run(["make", "help"], cwd=mine, capture_output=True, text=True, check=True)
+    assert "make own-library" in helped.stdout and "make bench" not in helped.stdout

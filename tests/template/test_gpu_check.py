@@ -48,6 +48,7 @@ def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
         *gpu_check.WAITS,
         *gpu_check.ON_DEVICE,
         *(f"timm_parallel/testing/{name}.py" for name in SUPPORT),
+        *("tests/conftest.py", "tests/template/conftest.py", "tests/template/runs.py"),
     )
     needed = {
         name.partition(".")[0]

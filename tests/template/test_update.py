@@ -16,40 +16,55 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from test_fork import make_template
 
-from scripts.maintain.fork import fork as make_fork
+from scripts.install import out_of_step
+from scripts.maintain.fork import main as make_fork
 from scripts.update import main
+from tests.template.repositories import NEEDS_GIT, git
+from tests.template.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
     "mine", [True, False], ids=["common history", "no common history"], indirect=True
 )
-pytestmark = pytest.mark.skipif(
-    shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a git checkout"
+WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
+    "with_wheel", [True, False], ids=["common history", "no common history"], indirect=True
 )
-# Script `make fork` of a small template: it renames the README, deletes scripts/maintain and
-# records the commit.
+pytestmark = NEEDS_GIT
+# Script `make fork` of a small template: it renames the README, which names the commit, deletes
+# scripts/maintain and records its options. With --library=wheel, a file in vendor/ takes the place
+# of the library's folder.
 SMALL_FORK = """
-import argparse, json, shutil, subprocess
+import argparse, json, shutil, subprocess, sys
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("name")
 parser.add_argument("--holder")
 parser.add_argument("--drop-demo", action="store_true")
-options = parser.parse_args()
+parser.add_argument("--library")
+parser.add_argument("--wheel", type=Path)
+options, _ = parser.parse_known_args()
+commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
 readme = Path("README.md").read_text()
-Path("README.md").write_text(readme.replace("template", options.name))
+Path("README.md").write_text(readme.replace("template", options.name).replace("COMMIT", commit))
 shutil.rmtree("scripts/maintain")
 if options.drop_demo:
     Path("demo.txt").unlink()
-commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
-record = {"name": options.name, "holder": options.holder, "drop_demo": options.drop_demo, "template_commit": commit}
-Path(".template.json").write_text(json.dumps(record))
-"""  # noqa: E501
+if options.library == "wheel":
+    wheel = Path("vendor", options.wheel.name if options.wheel else f"{commit}.whl")
+    wheel.parent.mkdir()
+    if options.wheel:
+        shutil.copy(options.wheel, wheel)
+    else:
+        wheel.write_text(Path("timm_parallel/core.py").read_text())
+    shutil.rmtree("timm_parallel")
+    Path("requirements.txt").write_text(f"# packages\\n./{wheel}\\ntorch\\n")
+given = [word for word in sys.argv[1:] if not word.startswith("--wheel")]
+Path(".template.json").write_text(json.dumps({"options": given, "template_commit": commit}))
+"""
 SMALL = {
-    "README.md": "# template\n\nOne.\n\nTwo.\n\nThree.\n",
+    "README.md": "# template\n\nOne.\n\nTwo.\n\nThree.\n\nCOMMIT\n",
+    "requirements.txt": "# packages\ntorch\n",
     "demo.txt": "a recipe\n",
     "timm_parallel/core.py": "VERSION = 1\n",
     "timm_parallel/old.py": "# unused\n",
@@ -63,7 +78,7 @@ SMALL = {
     ".gitignore": "/local/\n__pycache__/\n",
 }
 NEWER = {
-    "README.md": "# template\n\nOne.\n\nTwo.\n\nThree, and more.\n",
+    "README.md": "# template\n\nOne.\n\nTwo.\n\nThree, and more.\n\nCOMMIT\n",
     "demo.txt": "a better recipe\n",
     "timm_parallel/core.py": "VERSION = 2\n",
     "timm_parallel/new.py": "# new\n",
@@ -76,21 +91,12 @@ NEWER = {
     "scripts/maintain/bench.py": "# version 2\n",
     "scripts/maintain/new.py": "# new\n",
 }
+SOURCE = ("my_project", "--holder=Ada", "--drop-demo")
 OWN = {
-    "README.md": "# my_project\n\nMy own one.\n\nTwo.\n\nThree.\n",
     "src/front.py": "first = 10\n\nsecond = 2\n\nthird = 3\n",
     "src/own.py": "# mine\n",
     "src/example.py": None,
 }
-
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
-    done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def write(folder: Path, files: Mapping[str, str | None]) -> None:
@@ -137,18 +143,23 @@ def template(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mine(request: pytest.FixtureRequest, template: Path, tmp_path: Path) -> Path:
-    """Create a fork of the small template with a commit of its own."""
+    """Create a fork of the small template with a commit of its own. Its library is a folder."""
     folder = copy_of(template, tmp_path / "mine", getattr(request, "param", True))
-    command = [
-        sys.executable,
-        "scripts/maintain/fork.py",
-        "my_project",
-        "--holder=Ada",
-        "--drop-demo",
-    ]
-    subprocess.run(command, cwd=folder, check=True)
+    return make_small_fork(folder, *SOURCE)
+
+
+@pytest.fixture
+def with_wheel(request: pytest.FixtureRequest, template: Path, tmp_path: Path) -> Path:
+    """Create a fork of the small template whose library is a wheel."""
+    folder = copy_of(template, tmp_path / "mine", getattr(request, "param", True))
+    return make_small_fork(folder, "my_project", "--holder=Ada", "--library=wheel")
+
+
+def make_small_fork(folder: Path, *options: str) -> Path:
+    subprocess.run([sys.executable, "scripts/maintain/fork.py", *options], cwd=folder, check=True)
     commit(folder, {})
-    commit(folder, OWN)
+    readme = read(folder / "README.md").replace("One.", "My own one.")
+    commit(folder, {**OWN, "README.md": readme})
     write(folder, {"local/mine": "mine"})
     return folder
 
@@ -198,14 +209,17 @@ def test_make_update_replaces_the_library_and_merges_other_files(
     assert read(mine / "timm_parallel/tests/test_core.py") == "def test_newer_core(): pass\n"
     # Files have the changes of both sides, and new files of each side exist.
     assert read(mine / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
-    assert read(mine / "README.md") == "# my_project\n\nMy own one.\n\nTwo.\n\nThree, and more.\n"
+    # The README names the commit whose pages it links to.
+    assert read(mine / "README.md") == (
+        f"# my_project\n\nMy own one.\n\nTwo.\n\nThree, and more.\n\n{newest}\n"
+    )
     assert (mine / "src/own.py").exists() and (mine / "src/added.py").exists()
     assert (mine / "image.png").read_bytes() == b"\x89PNG\0\xff"
     assert (mine / "run.sh").stat().st_mode & 0o111
     # Files that the template, make fork or the fork deleted do not exist.
     deleted = ("src/unused.py", "scripts/maintain", "demo.txt", "src/example.py")
     assert [name for name in deleted if (mine / name).exists()] == []
-    record = {"name": "my_project", "holder": "Ada", "drop_demo": True, "template_commit": newest}
+    record = {"options": [*SOURCE], "template_commit": newest}
     assert json.loads(read(mine / ".template.json")) == record
     # All changes are staged, and no commit was made.
     assert git(mine, "rev-parse", "HEAD") == head
@@ -233,6 +247,7 @@ def test_make_update_starts_from_the_template_commit_of_the_previous_update(
     assert update(mine) == 0
     assert git(mine, "diff", "--cached", "--name-only").split() == [
         ".template.json",
+        "README.md",
         "src/added.py",
     ]
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
@@ -357,7 +372,7 @@ def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     elif reason == "not the template":
         source = str(folder)
     elif reason == "unknown base":
-        commit(folder, {".template.json": json.dumps({"template_commit": "1" * 40})})
+        commit(folder, {".template.json": json.dumps({"options": [], "template_commit": "1" * 40})})
     elif reason == "ignored":
         write(folder, {"local/own.yaml": "mine"})
         write(template, {"local/own.yaml": "the template's"})
@@ -370,56 +385,110 @@ def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     assert state(folder) == before
 
 
+@WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY
+@pytest.mark.slow(seconds=1)
+def test_make_update_replaces_the_wheel_and_its_requirement(
+    template: Path, with_wheel: Path
+) -> None:
+    # The fork adds a requirement of its own, and its wheel has other bytes than a second build.
+    requirements = read(with_wheel / "requirements.txt")
+    (old_wheel,) = (with_wheel / "vendor").iterdir()
+    commit(with_wheel, {"requirements.txt": f"{requirements}mine\n"})
+    newest = commit(template, NEWER)
+    assert update(with_wheel) == 0
+    assert [path.name for path in (with_wheel / "vendor").iterdir()] == [f"{newest}.whl"]
+    assert read(with_wheel / "vendor" / f"{newest}.whl") == "VERSION = 2\n"
+    expected = requirements.replace(old_wheel.name, f"{newest}.whl")
+    assert read(with_wheel / "requirements.txt") == f"{expected}mine\n"
+    assert read(with_wheel / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
+    assert not (with_wheel / "timm_parallel").exists()
+    assert read(with_wheel / "README.md").endswith(f"\n{newest}\n")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.slow(seconds=1)
+def test_make_update_installs_the_old_wheel_again_when_a_test_fails(
+    template: Path, with_wheel: Path
+) -> None:
+    install = "install:\n\t@cp requirements.txt local/installed\n"
+    commit(with_wheel, {"Makefile": install})
+    newest = commit(template, NEWER)
+    before = state(with_wheel)
+    assert update(with_wheel, test=f"sh -c '! grep {newest} requirements.txt'") == 1
+    installed = with_wheel / "local" / "installed"
+    assert read(installed) == read(with_wheel / "requirements.txt")
+    installed.unlink()
+    assert state(with_wheel) == before
+
+
+@WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY
+@pytest.mark.slow(seconds=1)
+def test_own_library_replaces_the_wheel_by_the_folder_of_the_same_version(
+    template: Path, with_wheel: Path
+) -> None:
+    commit(template, NEWER)
+    front = read(with_wheel / "src/front.py")
+    assert update(with_wheel, "--library", "source") == 0
+    assert not (with_wheel / "vendor").exists()
+    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 1\n"
+    assert read(with_wheel / "requirements.txt") == "# packages\ntorch\n"
+    assert read(with_wheel / "src/front.py") == front
+    assert "--library=source" in json.loads(read(with_wheel / ".template.json"))["options"]
+    commit(with_wheel, {})
+    assert update(with_wheel, "--library", "source") == 2
+    # The next update replaces the folder.
+    assert update(with_wheel) == 0
+    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 2\n"
+    assert not (with_wheel / "vendor").exists()
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["common history", "no common history"])
 @pytest.mark.slow(seconds=4)
 @pytest.mark.sample(2)
 def test_make_update_merges_a_newer_template_into_a_fork_of_this_project(
-    shared: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    shared: bool,
+    whole_template: Path,
+    wheel: Path,
+    tmp_path: Path,
 ) -> None:
-    template = make_template(tmp_path / "template")
+    git(tmp_path, "clone", "--quiet", str(whole_template), "template")
+    template = tmp_path / "template"
     mine = copy_of(template, tmp_path / "mine", shared)
-    make_fork(mine, "my_project", "Ada Example", drop_demo=True)
+    make_fork(["my_project", "--holder=Ada", f"--wheel={wheel}", f"--root={mine}"])
     losses = read(mine / "src/tasks/multilabel.py")
     entry = read(mine / "train.py")
-    commit(
-        mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "docs/dev/report_method.md": None}
-    )
-    readme = read(template / "README.md")
+    commit(mine, {"src/tasks/multilabel.py": losses + "\n# mine\n", "examples/gan.py": None})
+    gan, vit = "examples/gan.py", "conf/experiment/digits_vit.yaml"
     newer = {
-        "README.md": readme.replace("MIT license.", "The MIT license."),
-        "timm_parallel/faults/liveness.py": "# rewritten\n",
         "timm_parallel/machine/newer.py": "# newer\n",
         "scripts/maintain/bench.py": "# changed\n",
-        "docs/dev/report_method.md": read(template / "docs/dev/report_method.md") + "\nMore.\n",
-        "conf/experiment/digits_vit.yaml": read(template / "conf/experiment/digits_vit.yaml")
-        + "# changed\n",
+        "docs/new_page.md": "# New\n",
+        "tests/template/test_new.py": "def test_new(): pass\n",
+        gan: read(template / gan) + "\n# more\n",
+        vit: read(template / vit) + "# changed\n",
         "train.py": entry + "# a fix\n",
         "scripts/predict.py": None,
     }
     newest = commit(template, newer)
     assert update(mine) == 0
     changes = dict(
-        line.split()[::-1] for line in git(mine, "diff", "--cached", "--name-status").splitlines()
+        line.split()[::-1]
+        for line in git(mine, "diff", "--cached", "--no-renames", "--name-status").splitlines()
     )
+    (newer_wheel,) = (mine / "vendor").iterdir()
+    assert newest[:10] in newer_wheel.name
     assert changes == {
         ".template.json": "M",
         "README.md": "M",
-        "timm_parallel/faults/liveness.py": "M",
-        "timm_parallel/machine/newer.py": "A",
-        "timm_parallel/tests/project.zip": "M",
+        "requirements.lock": "M",
+        "requirements.txt": "M",
         "train.py": "M",
         "scripts/predict.py": "D",
+        f"vendor/{wheel.name}": "D",
+        f"vendor/{newer_wheel.name}": "A",
     }
-    with zipfile.ZipFile(mine / "timm_parallel/tests/project.zip") as project:
-        assert project.read("train.py").endswith(b"# a fix\n")
-        assert "scripts/predict.py" not in project.namelist()
-    assert read(mine / "README.md").startswith("# my_project\n") and "The MIT license." in read(
-        mine / "README.md"
-    )
+    with zipfile.ZipFile(newer_wheel) as archive:
+        assert archive.read("timm_parallel/machine/newer.py") == b"# newer\n"
+    assert out_of_step(read(mine / "requirements.txt"), read(mine / "requirements.lock")) == []
+    assert f"/tree/{newest}/docs" in read(mine / "README.md")
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
-    commit(mine, {})
-    commit(template, {"src/tasks/multilabel.py": losses + "\n# the template's\n"})
-    before = state(mine)
-    assert update(mine) == 1
-    assert "conflict in src/tasks/multilabel.py" in capfd.readouterr().err
-    assert state(mine) == before

@@ -120,7 +120,7 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
 def plain_config() -> Config:
     """Compose the config of `python train.py` without arguments. If a value without default is
-    missing, such as data.root, return the defaults of src/schema.py instead.
+    missing, such as data.root, return the defaults of the config classes instead.
     """
     try:
         return compose_command(parse_command_line([])).config

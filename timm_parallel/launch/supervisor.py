@@ -110,7 +110,7 @@ def _environment(parallel: ResolvedParallel) -> dict[str, str]:
 
 def with_project_on_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of environment variables with the project's folder on PYTHONPATH, so that
-    `python -m src.…` works in any folder.
+    ranks find the project in any folder.
     """
     path = os.pathsep.join(filter(None, [str(root()), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}

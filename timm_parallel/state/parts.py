@@ -1,5 +1,5 @@
-"""Objects that src/train/ builds and the library uses: the training state, and the parts
-of a run.
+"""Objects that a project builds and the library uses: the training state, and the parts of a
+run.
 """
 
 from __future__ import annotations

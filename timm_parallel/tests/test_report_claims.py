@@ -5,12 +5,13 @@ tests make each claim fail.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from timm_parallel.app import root
+from timm_parallel import app
 from timm_parallel.errors import ONE_PROCESS, ReplicasDifferError
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -80,11 +81,21 @@ def test_report_lists_no_claims_about_dp_and_ddp_when_all_dp_jobs_were_skipped(
     assert read(sweep.write())[2]["claims"] == []
 
 
-def test_report_links_to_the_documentation_page_about_dp_and_ddp(tmp_path: Path) -> None:
+def test_report_links_to_the_documentation_page_about_dp_and_ddp_if_the_project_has_it(
+    tmp_path: Path,
+) -> None:
+    # Building an app makes it the current one.
+    replace(app.current(), root=tmp_path)
+    page = tmp_path / "docs" / "dp_and_ddp.md"
     folder = full_sweep(tmp_path / "a sweep").write()
+    html, markdown, _ = read(folder)
+    assert "docs/dp_and_ddp.md" in html
+    assert not re.search(r'href="[^"]*dp_and_ddp|\]\([^)]*dp_and_ddp', html + markdown)
+    page.parent.mkdir()
+    page.touch()
     html, markdown, plain = read(folder)
     [address] = set(re.findall(r'<a href="([^"]*dp_and_ddp[^"]*)"', html))
-    assert (folder / address).resolve() == root() / "docs" / "dp_and_ddp.md"
+    assert (folder / address).resolve() == page
     assert f"]({address})" in markdown
     assert "corrections" not in plain
 

@@ -118,7 +118,8 @@ def _render(kind: str, report: Report, drawn: Drawn, out: Path) -> str:
         return quote(relative(run.folder / "result.json" if run.result else run.folder, out))
 
     def page_href(page: str) -> str:
-        return quote(relative(root() / page, out))
+        # A project may have no pages. Then their names are no links.
+        return quote(relative(root() / page, out)) if (root() / page).is_file() else ""
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -47,6 +47,7 @@ from timm_parallel.lab.verdict.versions import (
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
+from timm_parallel.task import Task
 from timm_parallel.task_rules import metric_of
 
 # Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
@@ -183,6 +184,8 @@ def _check(folder: Path, overrides: list[str], task: str) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
+    if name == "auto":
+        name = f"val/{Task.find(task).headline}"
     metric = metric_of(task, name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
