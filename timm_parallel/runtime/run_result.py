@@ -88,6 +88,7 @@ def make_result(
             "start": {}
             if first_step_at is None
             else start_clock.until_first_step(meter.first_fetch, first_step_at),
+            "training": parts.progress.seconds,
             "total": time.perf_counter() - started,
         },
         parameters_hash=digest,

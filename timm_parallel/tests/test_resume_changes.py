@@ -706,7 +706,7 @@ NOT_DRAWN = (
         "data.augment.gaussian_blur_prob",
         "optim.clip_mode",
         "parallel.",
-        "train.max_steps",
+        "train.max_",
     ),
     *(
         "train.deterministic",
