@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # Keys of the group data that set how evaluation images are resized, cropped and normalized.
-PREPARATION = ("mean", "std", "crop_pct", "interpolation")
+PREPARATION = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 
 def evaluate_config(
@@ -164,8 +164,11 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
     """Copy the preprocessing of the training run, such as mean and std, into the config. A key that
     the command line sets keeps its value.
     """
+    # The crop_pct of a run with another crop_mode would crop the whole images that the command asks
+    # for.
+    kept = {"crop_pct"} if config.data.keeps_whole_images else set()
     for key in PREPARATION:
-        if getattr(config.data, key) is None and key in preprocessing:
+        if key not in kept and getattr(config.data, key) is None and key in preprocessing:
             value = preprocessing[key]
             setattr(config.data, key, list(value) if isinstance(value, tuple) else value)
 

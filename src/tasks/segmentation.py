@@ -225,6 +225,11 @@ class Segmentation(LossTask):
                 f"data.crop_pct={data.crop_pct}: segmentation evaluates all pixels of an image; "
                 "leave it at null"
             )
+        if data.crop_mode not in (None, "squash"):
+            raise ValueError(
+                f"data.crop_mode={data.crop_mode}: segmentation resizes whole images and masks to "
+                "data.image_size; leave it at null"
+            )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
                 "data.image_size=null: train.task_kwargs.evaluation=slide needs the size of its "

@@ -1,5 +1,5 @@
-"""train.max_minutes ends a run by the clock of rank 0, at the same step on all ranks, and counts all
-segments.
+"""train.max_minutes ends a run by the clock of rank 0, at the same step on all ranks. All segments
+count.
 """
 
 from __future__ import annotations

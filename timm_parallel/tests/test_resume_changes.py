@@ -678,7 +678,7 @@ NOT_DRAWN = (
         "data.root",
         "data.batch_size_per_device",
         "data.eval_image_size",
-        "data.crop_pct",
+        "data.crop_",
     ),
     *(
         "data.interpolation",
