@@ -28,6 +28,7 @@ from timm_parallel.data.decode import open_image
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.hardware import cores
+from timm_parallel.machine.platform import WORKER_START
 from timm_parallel.machine.text import first, for_terminal
 
 ABSENT = "classes without an image"
@@ -153,7 +154,12 @@ def check_images(
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
     loader = DataLoader(
-        ImageReader(dataset, target), 64, sampler=places, num_workers=cores(), collate_fn=list
+        ImageReader(dataset, target),
+        64,
+        sampler=places,
+        num_workers=cores(),
+        multiprocessing_context=WORKER_START,
+        collate_fn=list,
     )
     # Start the worker processes here, because the progress bar starts a thread. A process with
     # threads must not be forked.
