@@ -170,6 +170,9 @@ def show_end(
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
             steps,
         )
+    if len(result.segments) > 1 and result.goodput is not None:
+        share = f"{result.goodput:.0%} of the time of all segments"
+        log.info("goodput      %s, in training steps that were kept", share)
     if wait is not None:
         log.info("data wait    %s", wait)
     train = config.train
