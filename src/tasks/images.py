@@ -148,6 +148,9 @@ class LossTask(ImageTask):
         """
         return {}
 
+    def losses_and_pictures(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        return (self.loss.of_samples(outputs, batch.target),)
+
     def check_outputs(self, outputs: Any, batch: Batch) -> None:
         shape = tuple(getattr(outputs, "shape", ()))
         if len(shape) != 2 or shape[1] < self.num_outputs:

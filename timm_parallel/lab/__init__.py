@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
+    from timm_parallel.lab.image_page import write_images as write_images
     from timm_parallel.lab.plan import Plan as Plan
     from timm_parallel.lab.plan import measure_step as measure_step
     from timm_parallel.lab.plan import show_plan as show_plan
@@ -41,6 +42,7 @@ _GROUPS = {
         "check_images": "lab.image_check",
         "show_check": "lab.image_check",
         "write_page": "lab.image_check",
+        "write_images": "lab.image_page",
         "examine": "lab.doctor.examine",
     },
 }
