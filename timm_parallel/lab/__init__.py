@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.report.report import write_report as write_report
     from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
+    from timm_parallel.lab.run_list import show_runs as show_runs
     from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
     from timm_parallel.lab.verdict.verdict import start_verdict as start_verdict
 
@@ -32,6 +33,7 @@ _GROUPS = {
         "start_verdict": "lab.verdict.verdict",
         "resume_verdict": "lab.verdict.verdict",
         "reproduce_run": "lab.reproduce",
+        "show_runs": "lab.run_list",
     },
     "Plans": {
         "Plan": "lab.plan",
