@@ -15,8 +15,8 @@ OWN_PYTHON := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-doctor: $(VENV)/runtime ## check this machine: the command to start with, or what to fix
-	$(BIN)/python scripts/doctor.py $(ARGS)
+doctor: $(VENV)/runtime ## check this machine: the command to start with, or what to fix (quick=true: train no steps)
+	$(BIN)/python scripts/doctor.py $(if $(quick),quick=$(quick)) $(ARGS)
 
 install: $(VENV)/runtime ## install into .venv, and do nothing else
 	@echo "source $(BIN)/activate"

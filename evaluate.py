@@ -4,6 +4,7 @@ the same on any number of devices.
     python evaluate.py run=<run folder>                                       repeats its numbers
     python evaluate.py run=<run folder> data.root=/other/images parallel=ddp  on other data
     python evaluate.py run=<run folder> predictions=predictions.csv           a line per image, too
+    python evaluate.py run=<run folder> worst=50          a page of the images with the highest loss
     python evaluate.py model.name=resnet50 model.pretrained=true data=folder data.root=/data/images
 
 evaluate.py accepts the keys of train.py in the groups data and parallel, and train.task_kwargs.
@@ -26,6 +27,7 @@ from timm_parallel import (
     errors_in_one_line,
     evaluation_config,
     exit_process,
+    number_argument,
     print_json,
 )
 
@@ -59,6 +61,12 @@ def main(arguments: list[str]) -> int:
         help="CSV file with a line per image: path, label and the five best classes (with several "
         "labels: all classes)",
     )
+    parser.add_argument(
+        "--worst",
+        type=number_argument(int, least=1),
+        help="write an HTML page with so many images of the highest loss, of each split",
+    )
+    parser.add_argument("--page", type=Path, help="file for worst= (default: worst.html)")
     given, overrides = parser.parse_known_intermixed_args(arguments)
     return _evaluate(given, overrides, arguments)
 
@@ -70,6 +78,9 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"checkpoint={given.checkpoint}: needs a run; give run=<run folder> too")
     if given.run is None and given.weights is not None:
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
+    if given.worst is None and given.page is not None:
+        raise ValueError(f"page={given.page}: needs a number of images; give worst=50 too")
+    page = given.page or Path("worst.html")
     config = app.own_resolved(evaluation_config(given.run, overrides))
     app.call(app.check_data, config, None if given.run is None else given.split)
 
@@ -85,6 +96,8 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
             store,
             given.predictions,
             given.weights,
+            given.worst,
+            page,
         ):
             if ranks.is_first:
                 print_json({"split": split, **numbers})

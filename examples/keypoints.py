@@ -117,7 +117,8 @@ class Keypoints(ImageTask):
     headline = "distance"
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        steps = train_transform(self.config.data.augment, size, resize, mean)
+        data = self.config.data
+        steps = train_transform(data.augment, size, resize, mean, data.crop_mode)
         return WithPoints(steps or v2.Identity())
 
     def evaluation_transform(self, preprocessing: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Check this machine: `python scripts/doctor.py [--json]` prints the command to start with, or what
-to fix.
+"""Check this machine: `python scripts/doctor.py [quick=true] [json=true]` prints the command to
+start with, or what to fix.
 
-The script tries a training step with every strategy that this machine can run. It needs neither a
-network nor a GPU. Exit code: 1 if training cannot start.
+The script trains two steps with every strategy that this machine can run; quick=true leaves them
+out, for example on a login node. It needs neither a network nor a GPU. Exit code: 1 if training
+cannot start.
 """
 
 from __future__ import annotations
@@ -34,8 +35,15 @@ def main(argv: list[str]) -> int:
         )
         return 1
     parser = CommandLine(__doc__)
+    parser.add_argument("--quick", action="store_true", help="train no steps")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return errors_in_one_line(lambda argv: examine(parser.parse_intermixed_args(argv).json))(argv)
+
+    @errors_in_one_line
+    def run(argv: list[str]) -> int:
+        given = parser.parse_intermixed_args(argv)
+        return examine(given.json, given.quick)
+
+    return run(argv)
 
 
 if __name__ == "__main__":

@@ -357,7 +357,17 @@ class DataConfig(timm_parallel.DataConfig):
         None, help="Standard deviation per channel of images in 0..1; see mean."
     )
     crop_pct: float | None = key(
-        None, gt=0, le=1, help="Side of the crop / side of the image; null: the model's."
+        None,
+        gt=0,
+        le=1,
+        help="Side of the crop / side of the image; null: the model's, or 1 if crop_mode is squash "
+        "or border.",
+    )
+    crop_mode: str | None = key(
+        None,
+        choices=("center", "squash", "border"),
+        help="center: crop to the shape; squash: resize both sides to it; border: pad to it; in "
+        "training too without augment.scale. null: the model's, center in training.",
     )
     interpolation: str | None = key(
         None,
@@ -379,6 +389,11 @@ class DataConfig(timm_parallel.DataConfig):
         None, ge=1, help="Train on so many batches again and again; see debug=headspace."
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    @property
+    def keeps_whole_images(self) -> bool:
+        """True if data.crop_mode asks for images without a crop."""
+        return self.crop_mode in ("squash", "border")
 
     @property
     def pairs_images(self) -> bool:

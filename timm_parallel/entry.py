@@ -242,6 +242,7 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
     import hydra
 
     from timm_parallel.config.compose import compose_command, store_schema
+    from timm_parallel.patches import any_help_text
 
     chosen = (
         arguments.overrides,
@@ -268,7 +269,7 @@ def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
     shown = io.StringIO()
     try:
         # Capture Hydra's output, because --resolve prints the values of secrets.
-        with contextlib.redirect_stdout(shown):
+        with contextlib.redirect_stdout(shown), any_help_text():
             hydra.main(version_base="1.3", config_path="conf", config_name="train")(task)()
     finally:
         print(hide(shown.getvalue()), end="")

@@ -605,6 +605,12 @@ class TrainConfig:
     max_steps: int | None = key(
         None, ge=1, help="Optimizer steps after which training ends, if epochs is longer."
     )
+    max_minutes: float | None = key(
+        None,
+        gt=0,
+        help="Minutes of training steps, of all segments, after which training ends at a logged "
+        "step; evaluations do not count, and the schedule keeps the length of epochs.",
+    )
     log_every: int = key(10, ge=1, help="Steps between two logged lines.")
     task: str = key("", help="What is learned: a task by name, or a class of your own.")
     task_kwargs: dict[str, Any] = key({}, help="Options of the task, see its class.")
@@ -631,6 +637,10 @@ class TrainConfig:
     early_stop: int | None = key(
         None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
     )
+
+    def is_out_of_time(self, seconds: float) -> bool:
+        """Return True if train.max_minutes is reached after `seconds` of training steps."""
+        return self.max_minutes is not None and seconds >= 60 * self.max_minutes
 
 
 @dataclass

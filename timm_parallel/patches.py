@@ -8,28 +8,37 @@ and timm.
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def hydra_parser() -> ArgumentParser:
-    """Hydra 1.3 with Python 3.14 or later: build Hydra's argument parser.
+@contextmanager
+def any_help_text() -> Iterator[None]:
+    """Hydra 1.3 with Python 3.14 or later: let Hydra build its argument parser in this block.
 
     Since 3.14, argparse checks each help text when an argument is added. Hydra has one that is no
     string, but an object that builds its text when it is printed, and the check fails with a
-    TypeError (facebookresearch/hydra#3121). Skip the check during this call.
+    ValueError (facebookresearch/hydra#3121). Skip the check in this block.
     """
+    check = getattr(ArgumentParser, "_check_help", None)
+    if check is None:
+        yield
+        return
+    ArgumentParser._check_help = lambda parser, action: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        ArgumentParser._check_help = check  # type: ignore[attr-defined]
+
+
+def hydra_parser() -> ArgumentParser:
+    """Build Hydra's argument parser, under Python 3.14 too: see `any_help_text`."""
     from hydra._internal.utils import get_args_parser
 
-    if not hasattr(ArgumentParser, "_check_help"):
+    with any_help_text():
         return get_args_parser()
-    check = ArgumentParser._check_help
-    ArgumentParser._check_help = lambda parser, action: None
-    try:
-        return get_args_parser()
-    finally:
-        ArgumentParser._check_help = check
 
 
 def share_config_store() -> None:

@@ -41,6 +41,9 @@ class Evaluation:
     # Indices [N] of all readable samples, in the order of the dataset, and what `Task.rows` returns
     # for them, each [N, …]. None unless the evaluation was asked to keep them (keep_rows).
     rows: tuple[Tensor, ...] | None = None
+    # What `Task.losses_and_pictures` returns for these samples, in the same order. None unless the
+    # evaluation was asked to keep it (keep_losses).
+    losses: tuple[Tensor, ...] | None = None
 
     def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
         """Return the metrics of this evaluation as a dictionary by name. Add those of the averaged
@@ -246,6 +249,24 @@ class Task(Targets, Generic[C]):
         equal in all batches.
         """
         return outputs, batch.target
+
+    def losses_and_pictures(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the loss of each sample [B], and tensors [B, …] that `picture` needs to show the
+        outputs. Raises ValueError if the task has no loss of a sample.
+        """
+        raise ValueError(
+            f"worst: train.task={self.config.train.task} has no loss of a single image; remove "
+            "this option"
+        )
+
+    def picture(self, image: Any, target: Any, outputs: tuple[Tensor, ...]) -> Any:
+        """Draw a sample with its target and the outputs of the model, as a PIL image. The base
+        class returns the image itself.
+
+        `image`: RGB PIL image. `outputs`: the tensors of `losses_and_pictures` for this sample,
+        without the loss.
+        """
+        return image
 
     @property
     def checked_metrics(self) -> dict[str, Metric]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from PIL import Image
 from torch import nn
+from torchvision.transforms.functional import to_pil_image
 
 from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
@@ -32,12 +34,16 @@ from timm_parallel import (
     preprocessing_of,
     write_text,
 )
+from timm_parallel.lab import write_images
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# Longest side of the images on the page of the worst ones, in pixels, and the number of columns of
+# the table of predictions that it shows.
+SHOWN_SIDE, COLUMNS = 256, 8
 # Keys of the group data that set how evaluation images are resized, cropped and normalized.
-PREPARATION = ("mean", "std", "crop_pct", "interpolation")
+PREPARATION = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 
 def evaluate_config(
@@ -49,6 +55,8 @@ def evaluate_config(
     store: Store | None,
     predictions: Path | None = None,
     weights: str | None = None,
+    worst: int | None = None,
+    page: Path | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Evaluate a model on val, test or all splits. Yield a pair (split, metrics) for each split and
     each set of weights. All ranks must call this function.
@@ -57,7 +65,8 @@ def evaluate_config(
     checkpoint of the run, as best, last or a file; None: the checkpoint that result.json names.
     `weights`: model (raw) or ema (averaged); None: evaluate both. `predictions`: the CSV file to
     write, with a line per image. If both sets of weights are evaluated, it has the predictions of
-    the set that checkpoint.metric names.
+    the set that checkpoint.metric names. `worst`: number of images with the highest loss to show on
+    the HTML page `page`, for each split and the same set of weights.
     """
     with ExitStack() as on_close:
         strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
@@ -90,6 +99,7 @@ def evaluate_config(
         sets = [weights] if weights else ["model", *averaged]
         predicting = sets[-1] if config.checkpoint.metric.endswith("_ema") else sets[0]
         tables: list[pd.DataFrame] = []
+        shown: dict[str, list[tuple[Image.Image, list[str]]]] = {}
         if predictions is not None and type(task).table is Task.table:
             # Refuse before the evaluation, which would ask the task for the rows of a table.
             task.table(Evaluation(0, {}, {}))
@@ -97,7 +107,15 @@ def evaluate_config(
             if contents:
                 SavedRun.fill(networks, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
-            evaluation = _evaluate_split(config, strategy, built, networks, name, keeps_rows)
+            is_shown = worst is not None and evaluated == predicting
+            evaluation = _evaluate_split(
+                config, strategy, built, networks, name, keeps_rows, is_shown
+            )
+            if is_shown and strategy.is_first:
+                assert worst is not None
+                shown[f"{name}, {config.model.name}"] = worst_images(
+                    evaluation, getattr(dataset, name), task, worst
+                )
             if keeps_rows and strategy.is_first:
                 rows = evaluation.table(getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
@@ -117,6 +135,35 @@ def evaluate_config(
             )
         if predictions is not None and tables:
             write_text(predictions, pd.concat(tables).to_csv(index=False, lineterminator="\n"))
+        if page is not None and shown:
+            write_images("Images with the highest loss", shown, page)
+            print(f"page         {page}", file=sys.stderr)
+
+
+def worst_images(
+    evaluation: Evaluation, split: Any, task: Task[Any], count: int
+) -> list[tuple[Image.Image, list[str]]]:
+    """Return the `count` images of a split with the highest loss as pictures, highest first, each
+    with lines that describe it. `evaluation`: must have been run with keep_losses.
+    """
+    assert evaluation.rows is not None and evaluation.losses is not None
+    losses, *others = evaluation.losses
+    try:
+        table = evaluation.table(split, task)
+    # A task of the project may have no table.
+    except ValueError:
+        table = pd.DataFrame({"index": evaluation.rows[0].tolist()})
+    images = []
+    # A loss that is not a number counts as the highest.
+    for place in losses.argsort(descending=True)[:count].tolist():
+        pixels, target = split[int(evaluation.rows[0][place])]
+        photo = to_pil_image(pixels[:3] if len(pixels) > 2 else pixels[:1]).convert("RGB")
+        photo.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+        columns = table.iloc[place, :COLUMNS].items()
+        lines = [f"loss: {float(losses[place]):.4g}"]
+        lines += [f"{key}: {f'{of:.3f}' if isinstance(of, float) else of}" for key, of in columns]
+        images.append((task.picture(photo, target, tuple(of[place] for of in others)), lines))
+    return images
 
 
 def _load_weights(
@@ -146,6 +193,7 @@ def _evaluate_split(
     networks: Networks,
     split: str,
     keep_rows: bool,
+    keep_losses: bool,
 ) -> Evaluation:
     evaluation = evaluate(
         evaluation_networks(networks, config, strategy),
@@ -154,6 +202,7 @@ def _evaluate_split(
         strategy.group,
         metrics=built.task.checked_metrics,
         keep_rows=keep_rows,
+        keep_losses=keep_losses,
     )
     # evaluate() returns None only after a stop request, which evaluate.py does not pass.
     assert evaluation is not None
@@ -164,8 +213,11 @@ def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -
     """Copy the preprocessing of the training run, such as mean and std, into the config. A key that
     the command line sets keeps its value.
     """
+    # The crop_pct of a run with another crop_mode would crop the whole images that the command asks
+    # for.
+    kept = {"crop_pct"} if config.data.keeps_whole_images else set()
     for key in PREPARATION:
-        if getattr(config.data, key) is None and key in preprocessing:
+        if key not in kept and getattr(config.data, key) is None and key in preprocessing:
             value = preprocessing[key]
             setattr(config.data, key, list(value) if isinstance(value, tuple) else value)
 

@@ -73,6 +73,7 @@ def train_transform(
     size: Size,
     resize: bool,
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN,
+    crop_mode: str | None = None,
     mask_fill: int = 0,
 ) -> Transform | None:
     """Build the augmentation of a training image, uint8 [C, H, W] -> uint8 [C, *size]. Return None
@@ -80,7 +81,8 @@ def train_transform(
 
     The steps and their order are those of timm.data.transforms_imagenet_train. Random erasing is
     not one of them, because it follows normalization. `resize`: True if images may have other sizes
-    than `size`. `mean`: per channel, of images in 0..1. `mask_fill`: value with which crop_padding
+    than `size`. `mean`: per channel, of images in 0..1. `crop_mode`: that of `Preprocessing`, for
+    images that are not cropped at random; None: center. `mask_fill`: value with which crop_padding
     pads a mask.
     """
     steps: list[Any] = []
@@ -97,7 +99,7 @@ def train_transform(
         ]
         steps.append(crops[0] if len(crops) == 1 else v2.RandomChoice(crops))
     elif resize:
-        steps += [_resize(size, config.interpolation), v2.CenterCrop(size)]
+        steps += _fit(size, size, crop_mode, config.interpolation, mean)
     if config.crop_padding:
         fill: Any = {tv_tensors.Mask: mask_fill, "others": 0} if mask_fill else 0
         steps.append(v2.RandomCrop(size, padding=config.crop_padding, fill=fill))
@@ -214,18 +216,31 @@ def evaluation_transform(preprocessing: Preprocessing) -> Transform:
     the image, then crops the center.
     """
     _, height, width = preprocessing.input_size
-    resized = [math.floor(side / preprocessing.crop_pct) for side in (height, width)]
-    mode = _mode(preprocessing.interpolation)
-    if preprocessing.crop_mode == "border":
-        fill = [round(255 * value) for value in preprocessing.mean]
-        padded = partial(
-            _resize_and_pad, size=(height, width), resized=resized, fill=fill, mode=mode
-        )
-        return ResizeAndCrop([padded, v2.CenterCrop((height, width))])
-    resize = v2.Resize(resized, mode)
-    if preprocessing.crop_mode != "squash":
-        resize = _resize((resized[0], resized[1]), preprocessing.interpolation)
-    return ResizeAndCrop([resize, v2.CenterCrop((height, width))])
+    pct, mode = preprocessing.crop_pct, preprocessing.crop_mode
+    resized = math.floor(height / pct), math.floor(width / pct)
+    return ResizeAndCrop(
+        _fit((height, width), resized, mode, preprocessing.interpolation, preprocessing.mean)
+    )
+
+
+def _fit(
+    size: Size,
+    resized: Size,
+    crop_mode: str | None,
+    interpolation: str,
+    mean: tuple[float, ...],
+) -> list[Any]:
+    """Build the steps that resize an image to the size `resized` by a crop mode of
+    `Preprocessing`, then crop the center to `size`.
+    """
+    resize: Any = _resize(resized, interpolation)
+    if crop_mode == "squash":
+        resize = v2.Resize(resized, _mode(interpolation))
+    elif crop_mode == "border":
+        fill = [round(255 * value) for value in mean]
+        mode = _mode(interpolation)
+        resize = partial(_resize_and_pad, size=size, resized=resized, fill=fill, mode=mode)
+    return [resize, v2.CenterCrop(size)]
 
 
 def _resize(size: Size, interpolation: str) -> Any:
@@ -259,20 +274,18 @@ def _mode(name: str) -> InterpolationMode:
 
 
 def _resize_and_pad(
-    image: Tensor,
-    size: tuple[int, int],
-    resized: list[int],
-    fill: list[int],
-    mode: InterpolationMode,
-) -> Tensor:
-    """Resize an image to fit within a height and width, then pad it with a color. timm names this
-    crop mode border.
+    *inputs: Any, size: Size, resized: Size, fill: list[int], mode: InterpolationMode
+) -> Any:
+    """Resize an image, and its mask or other targets of torchvision, to fit within a height and
+    width, then pad the image with a color. timm names this crop mode border.
     """
-    ratio = max(side / target for side, target in zip(image.shape[1:], resized, strict=True))
-    sides = [max(1, round(side / ratio)) for side in image.shape[1:]]
-    rows, columns = max(0, size[0] - sides[0]), max(0, size[1] - sides[1])
+    sides = inputs[0].shape[-2:]
+    ratio = max(side / target for side, target in zip(sides, resized, strict=True))
+    fitted = [max(1, round(side / ratio)) for side in sides]
+    rows, columns = (max(0, side - new) for side, new in zip(size, fitted, strict=True))
     padding = [columns // 2, rows // 2, columns - columns // 2, rows - rows // 2]
-    return v2.functional.pad(v2.functional.resize(image, sides, mode), padding, fill=fill)
+    fills: Any = {tv_tensors.Mask: 0, "others": fill}
+    return v2.Compose([v2.Resize(fitted, mode), v2.Pad(padding, fill=fills)])(*inputs)
 
 
 class _TimmAutoAugment:

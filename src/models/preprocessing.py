@@ -58,12 +58,12 @@ def preprocessing_for(
     # Images that already have this size are neither resized nor cropped, as in training.
     size = as_size(sides or of_model["input_size"][1:])
     is_ready = images.image_size is not None and as_size(images.image_size) == size
+    is_whole = is_ready or config.keeps_whole_images or isinstance(images.val, InMemory)
     return Preprocessing(
         input_size=(channels, *size),
         mean=tuple(mean),
         std=tuple(std),
-        crop_pct=config.crop_pct
-        or (1.0 if is_ready or isinstance(images.val, InMemory) else of_model["crop_pct"]),
-        crop_mode=of_model["crop_mode"],
+        crop_pct=config.crop_pct or (1.0 if is_whole else of_model["crop_pct"]),
+        crop_mode=config.crop_mode or of_model["crop_mode"],
         interpolation=config.interpolation or of_model["interpolation"],
     )

@@ -51,7 +51,8 @@ class ImageTask(Task[ResolvedConfig]):
     """
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        return OnImage.of(train_transform(self.config.data.augment, size, resize, mean))
+        data = self.config.data
+        return OnImage.of(train_transform(data.augment, size, resize, mean, data.crop_mode))
 
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
         return OnImage(evaluation_transform(preprocessing))
@@ -146,6 +147,9 @@ class LossTask(ImageTask):
         none.
         """
         return {}
+
+    def losses_and_pictures(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        return (self.loss.of_samples(outputs, batch.target),)
 
     def check_outputs(self, outputs: Any, batch: Batch) -> None:
         shape = tuple(getattr(outputs, "shape", ()))

@@ -195,6 +195,10 @@ class SegmentationOptions:
     )
 
 
+# Side of the predicted masks that a page of images shows, in pixels.
+THUMBNAIL = 96
+
+
 class Segmentation(LossTask):
     """Task in which the model predicts a class for each pixel. Targets are masks, uint8 [B, H, W]:
     class numbers, or 255 for a pixel without a class.
@@ -224,6 +228,11 @@ class Segmentation(LossTask):
             raise ValueError(
                 f"data.crop_pct={data.crop_pct}: segmentation evaluates all pixels of an image; "
                 "leave it at null"
+            )
+        if data.crop_mode not in (None, "squash"):
+            raise ValueError(
+                f"data.crop_mode={data.crop_mode}: segmentation resizes whole images and masks to "
+                "data.image_size; leave it at null"
             )
         if mode == "slide" and data.image_size is None:
             raise ValueError(
@@ -382,6 +391,24 @@ class Segmentation(LossTask):
             counts[place] = count_pixels(outputs[of_image], batch.target[of_image])
         return counts, counts.sum((1, 2))
 
+    def losses_and_pictures(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the loss of each image, and its predicted mask in the size of a thumbnail."""
+        masks = outputs.argmax(1, keepdim=True).byte()
+        small = functional.interpolate(masks, size=(THUMBNAIL, THUMBNAIL), mode="nearest")
+        return *super().losses_and_pictures(outputs, batch), small[:, 0]
+
+    def picture(
+        self, image: Image.Image, target: Tensor, outputs: tuple[Tensor, ...]
+    ) -> Image.Image:
+        """Draw the image, the image under its mask, and the image under the predicted mask, from
+        left to right.
+        """
+        drawn = Image.new("RGB", (3 * image.width, image.height))
+        drawn.paste(image, (0, 0))
+        for place, mask in enumerate((target, outputs[0]), 1):
+            drawn.paste(overlay(image, mask), (place * image.width, 0))
+        return drawn
+
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
         """Return columns for a table with a row per image: its mean intersection over union, and
         that of each class.
@@ -411,11 +438,23 @@ class Segmentation(LossTask):
         photo = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         size = (photo.height, photo.width)
         whole = functional.interpolate(scores[None].float(), size=size, mode="bilinear")
-        mask = Image.fromarray(whole[0].argmax(0).byte().cpu().numpy(), "P")
-        mask.putpalette([part for color in PALETTE for part in color])
+        mask = with_palette(whole[0].argmax(0))
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         mask.save(folder / f"{name}.png")
-        Image.blend(photo, mask.convert("RGB"), 0.5).save(folder / f"{name}_overlay.png")
+        overlay(photo, whole[0].argmax(0)).save(folder / f"{name}_overlay.png")
+
+
+def with_palette(mask: Tensor) -> Image.Image:
+    """Return a mask of class numbers [H, W] as an image whose palette has a color per class."""
+    image = Image.fromarray(mask.byte().cpu().numpy(), "P")
+    image.putpalette([part for color in PALETTE for part in color])
+    return image
+
+
+def overlay(photo: Image.Image, mask: Tensor) -> Image.Image:
+    """Blend a photo with a mask of class numbers [H, W], which is scaled to its size."""
+    colors = with_palette(mask).resize(photo.size, Image.Resampling.NEAREST)
+    return Image.blend(photo, colors.convert("RGB"), 0.5)
 
 
 def padded(images: Tensor, sides: tuple[int, int]) -> Tensor:

@@ -205,3 +205,8 @@ def test_github_workflow_runs_ci_script_and_portable_tests_with_a_timeout() -> N
     assert '"portable: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert jobs["portable"]["runs-on"] == "macos-latest"
     assert all("timeout-minutes" in job for job in jobs.values())
+
+
+def test_make_doctor_passes_quick_to_the_script() -> None:
+    assert make("-n", "doctor", "quick=true").rstrip().endswith("scripts/doctor.py quick=true")
+    assert "quick" not in make("-n", "doctor")

@@ -27,8 +27,9 @@ def print_json(value: Any) -> None:
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`. Scripts must call its
-    method parse_intermixed_args, because only that method accepts `topk=5`.
+    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`, and a flag as `--json` or
+    `json=true`. Scripts must call its method parse_intermixed_args, because only that method
+    accepts `topk=5`.
     """
 
     def __init__(self, about: str | None) -> None:
@@ -43,9 +44,14 @@ class CommandLine(argparse.ArgumentParser):
     ) -> Any:
         dashed = []
         for item in args or ():
-            name, equals, _ = item.partition("=")
-            is_option = equals and f"--{name}" in self._option_string_actions
-            dashed.append(f"--{item}" if is_option else item)
+            name, equals, value = item.partition("=")
+            option = self._option_string_actions.get(f"--{name}") if equals else None
+            if option is not None and option.nargs == 0:
+                if value not in ("true", "false"):
+                    raise ValueError(f"{item}: expected {name}=true or {name}=false")
+                dashed += [f"--{name}"] if value == "true" else []
+            else:
+                dashed.append(item if option is None else f"--{item}")
         return super().parse_known_intermixed_args(dashed, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -35,6 +35,7 @@ from timm_parallel.data.samplers import (
 )
 from timm_parallel.errors import UnreadableImageError, UnsentBatchError
 from timm_parallel.machine import hardware
+from timm_parallel.machine.platform import WORKER_START
 from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.seeds import seeds_for
 from timm_parallel.machine.signals import ignore_stop_signals
@@ -329,6 +330,7 @@ class Loader:
                 fetcher,  # type: ignore[arg-type]
                 batch_sampler=sampler,  # type: ignore[arg-type]
                 num_workers=num_workers,
+                multiprocessing_context=WORKER_START,
                 # Do not collate samples, because the fetcher already returns a complete batch.
                 collate_fn=tuple,
                 pin_memory=on_gpu,

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
+    from timm_parallel.lab.image_page import write_images as write_images
     from timm_parallel.lab.plan import Plan as Plan
     from timm_parallel.lab.plan import measure_step as measure_step
     from timm_parallel.lab.plan import show_plan as show_plan
     from timm_parallel.lab.report.report import write_report as write_report
     from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
+    from timm_parallel.lab.run_list import show_runs as show_runs
     from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
     from timm_parallel.lab.verdict.verdict import start_verdict as start_verdict
 
@@ -31,6 +33,7 @@ _GROUPS = {
         "start_verdict": "lab.verdict.verdict",
         "resume_verdict": "lab.verdict.verdict",
         "reproduce_run": "lab.reproduce",
+        "show_runs": "lab.run_list",
     },
     "Plans": {
         "Plan": "lab.plan",
@@ -41,6 +44,7 @@ _GROUPS = {
         "check_images": "lab.image_check",
         "show_check": "lab.image_check",
         "write_page": "lab.image_check",
+        "write_images": "lab.image_page",
         "examine": "lab.doctor.examine",
     },
 }

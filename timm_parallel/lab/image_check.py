@@ -4,9 +4,7 @@ class counts and image sizes.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -16,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jinja2
 import pandas as pd
 from rich.console import Console
 from rich.progress import track
@@ -26,8 +23,9 @@ from torchvision.transforms.functional import to_pil_image
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.decode import open_image
 from timm_parallel.errors import UnreadableImageError
-from timm_parallel.machine.files import write_text
+from timm_parallel.lab.image_page import jpeg_base64, render_page
 from timm_parallel.machine.hardware import cores
+from timm_parallel.machine.platform import WORKER_START
 from timm_parallel.machine.text import first, for_terminal
 
 ABSENT = "classes without an image"
@@ -153,7 +151,12 @@ def check_images(
     splits = [name for name in ("train", "val", "test") if getattr(dataset, name, None) is not None]
     places = [(name, index) for name in splits for index in range(len(getattr(dataset, name)))]
     loader = DataLoader(
-        ImageReader(dataset, target), 64, sampler=places, num_workers=cores(), collate_fn=list
+        ImageReader(dataset, target),
+        64,
+        sampler=places,
+        num_workers=cores(),
+        multiprocessing_context=WORKER_START,
+        collate_fn=list,
     )
     # Start the worker processes here, because the progress bar starts a thread. A process with
     # threads must not be forked.
@@ -284,14 +287,7 @@ def write_page(report: Report, dataset: ImageDataset, page: Path) -> None:
         pixels, _ = getattr(dataset, image.split)[image.index]
         picture = to_pil_image(pixels[:3]).convert("RGB")
         picture.thumbnail((96, 96))
-        jpeg = io.BytesIO()
-        picture.save(jpeg, "JPEG")
-        return base64.b64encode(jpeg.getvalue()).decode()
+        return jpeg_base64(picture)
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    template = environment.get_template("image_check.html.j2")
-    text = template.render(report=report, describe=describe, thumbnail=thumbnail)
-    # Escape bytes of file names that are not UTF-8, because an HTML page cannot have them.
-    write_text(page, text.encode(errors="backslashreplace").decode())
+    values = {"report": report, "describe": describe, "thumbnail": thumbnail}
+    render_page("image_check.html.j2", page, **values)

@@ -60,7 +60,11 @@ def reproduce_run(run: Path, steps: int) -> int:
         ) from None
     last = max(recorded[LOSS])
     is_whole = end.status == "done" and end.steps == last
-    code = _train(run, folder, [] if is_whole else [f"train.max_steps={last}"])
+    more = [] if is_whole else [f"train.max_steps={last}"]
+    if config["train"].get("max_minutes") is not None:
+        # The clock ended the run at a step that the repetition must reach too.
+        more = [f"train.max_steps={last}", "train.max_minutes=null"]
+    code = _train(run, folder, more)
     # If the recorded run failed, and the repetition failed too, compare the steps before the
     # failure.
     if code != 0 and (code != 1 or end.status not in FAILED):

@@ -25,7 +25,7 @@ from timm_parallel.machine.files import write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.process import SAFE_PATH, process_start_time
 from timm_parallel.record.code_diff import write_code_diff
-from timm_parallel.record.environment import environment_facts
+from timm_parallel.record.environment import environment_facts, run_seconds
 from timm_parallel.record.result import Result, read_segments, read_status, write_result
 
 
@@ -108,10 +108,12 @@ def prepare(config: ResolvedConfig, folder: Path) -> None:
     """Write config.yaml and environment.json into the run folder for the ranks. Delete result.json
     and failure records of an earlier attempt.
     """
+    # Seconds of this process are part of this attempt.
+    seconds = run_seconds(folder) + time.perf_counter() - process_start_time(os.getpid())
     for stale in [folder / "result.json", *failure_files(folder)]:
         stale.unlink(missing_ok=True)
     save_config(config, folder)
-    environment = environment_facts(config)
+    environment = environment_facts(config) | {"seconds_before": seconds}
     write_json(folder / "environment.json", environment)
     write_code_diff(folder, environment["dirty"])
 

@@ -366,9 +366,13 @@ def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Resul
         return f"train.max_steps={train.max_steps}"
     if result.epochs >= train.epochs:
         return f"train.epochs={train.epochs}"
-    # Only train.early_stop ends a run before train.epochs and train.max_steps. Its count starts
-    # again if checkpoint.metric changes.
+    seconds = result.seconds.get("training", 0.0)
+    if train.is_out_of_time(seconds):
+        return f"train.max_minutes={train.max_minutes:g}"
+    # Only train.early_stop ends a run before its other limits. Its count starts again if
+    # checkpoint.metric changes.
     stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
+    stopped_early &= not last.is_out_of_time(seconds)
     is_same_metric = config.checkpoint.metric == before.checkpoint.metric
     if (
         stopped_early

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import IO
 
 WINDOWS = sys.platform == "win32"
+# Start method of loader workers; None: that of Python. On Linux, Python 3.14 uses a fork server,
+# with which each worker would import torch again and receive a pickled copy of the dataset.
+WORKER_START = "fork" if sys.platform == "linux" else None
 STOP_SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")

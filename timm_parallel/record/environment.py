@@ -22,6 +22,9 @@ from timm_parallel.app import code_hashes, root
 from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
 
+# Files that an attempt of a run writes until its end. Slurm writes logs/slurm.log before the next
+# attempt starts, so that file is not among them.
+WRITTEN = ("metrics.jsonl", "result.json", "logs/rank_*.log", "checkpoints/last.json")
 LIBRARIES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "tensorboard")
 
 
@@ -69,6 +72,21 @@ def read_environment(folder: Path) -> dict[str, Any]:
         return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
+
+
+def run_seconds(folder: Path, until: float | None = None) -> float:
+    """Return the wall seconds of all attempts of a run, without the time between them.
+
+    `until`: end of the newest attempt, on the clock of time.time(); None: the time at which it last
+    wrote a file. Returns 0 for a folder without environment.json.
+    """
+    path = folder / "environment.json"
+    if not path.exists():
+        return 0.0
+    began = path.stat().st_mtime
+    files = [file for pattern in WRITTEN for file in folder.glob(pattern)]
+    end = until or max((file.stat().st_mtime for file in files), default=began)
+    return float(read_environment(folder).get("seconds_before", 0)) + max(0.0, end - began)
 
 
 def version_of(name: str) -> str | None:

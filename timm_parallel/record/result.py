@@ -103,6 +103,8 @@ class Result:
     # Profiles of training steps, one entry per rank, if train.profile_steps is set.
     profile: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, Any] = field(default_factory=dict)
+    # Share of the wall time of all segments, from 0 to 1, in training steps that were kept.
+    goodput: float | None = None
     objective: float | None = None
     parameters_hash: str | None = None
     checkpoint: str | None = None

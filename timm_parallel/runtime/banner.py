@@ -40,6 +40,8 @@ def show_banner(parts: RunParts, folder: Path) -> None:
     steps = f"{parts.total_steps} = {config.train.epochs} epochs x {parts.steps_per_epoch}"
     if parts.total_steps == config.train.max_steps:
         steps = f"{parts.total_steps} (max_steps)"
+    if config.train.max_minutes is not None:
+        steps += f", at most {config.train.max_minutes:g} minutes"
     if parts.progress.step:
         steps += f", from {parts.progress.step}"
     facts = {
@@ -168,11 +170,16 @@ def show_end(
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
             steps,
         )
+    if len(result.segments) > 1 and result.goodput is not None:
+        share = f"{result.goodput:.0%} of the time of all segments"
+        log.info("goodput      %s, in training steps that were kept", share)
     if wait is not None:
         log.info("data wait    %s", wait)
     train = config.train
-    # If a run ends before both train.epochs and train.max_steps, train.early_stop has ended it.
-    if (
+    # If a run ends before its other limits, train.early_stop has ended it.
+    if train.is_out_of_time(result.seconds.get("training", 0.0)):
+        log.info("time         %g minutes are over (train.max_minutes)", train.max_minutes)
+    elif (
         train.early_stop
         and result.epochs < train.epochs
         and result.steps < (train.max_steps or math.inf)

@@ -115,6 +115,8 @@ class Training:
         # Newest evaluation of each split.
         self.evaluations: dict[str, SplitEvaluation] = {}
         self._saved_at = time.monotonic()
+        # Seconds in steps since the last logged one.
+        self._step_seconds = 0.0
         # Step that `log` has logged last.
         self._logged: int | None = None
         self._is_over = False
@@ -129,9 +131,9 @@ class Training:
         """Yield the remaining optimizer steps of the run. Between two steps, evaluate, log and save
         where this is due, and end epochs.
 
-        The steps end after train.epochs or train.max_steps, by train.early_stop, or by a stop
-        signal, after which a checkpoint is saved and Stopped is raised. Raises RuntimeError if a
-        loop left out a part of a step.
+        The steps end after train.epochs, train.max_steps or train.max_minutes, by train.early_stop,
+        or by a stop signal, after which a checkpoint is saved and Stopped is raised. Raises
+        RuntimeError if a loop left out a part of a step.
         """
         while not self._is_finished():
             yield from self._steps_of_epoch()
@@ -159,11 +161,15 @@ class Training:
         window = MetricWindow(self._strategy.device)
         self._train_mode()
         while parts.has_steps:
+            began = time.perf_counter()
             step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
             parts.hooks.start_step(step.number)
             step.seed()
             yield step
             self._check_is_whole(step)
+            self._step_seconds += time.perf_counter() - began
+            if step.is_logged or step.stops:
+                self._count_seconds()
             if step.is_logged:
                 if not self._evaluate_within_epoch():
                     self._save_if_due()
@@ -174,6 +180,17 @@ class Training:
                 if progress.step_in_epoch < parts.steps_per_epoch:
                     self._stop()
                 return
+
+    def _count_seconds(self) -> None:
+        """Add the seconds of the steps since the last logged one to the progress. All ranks must
+        call this function.
+        """
+        seconds = self._step_seconds
+        # All ranks use the time of rank 0, because they must end at the same step.
+        if self._config.train.max_minutes is not None:
+            seconds = self._strategy.group.gather(seconds)[0]
+        self.parts.progress.seconds += seconds
+        self._step_seconds = 0.0
 
     def log(self, numbers: Mapping[str, float | None]) -> None:
         """Log the numbers of a step, and the speed since the last logged step. Numbers of a loop's

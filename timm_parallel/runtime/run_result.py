@@ -20,7 +20,7 @@ from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.guard import flags, guard
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
-from timm_parallel.record.environment import read_environment
+from timm_parallel.record.environment import read_environment, run_seconds
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 
@@ -47,6 +47,7 @@ def make_result(
     first_step_at = meter.first_step_at
     has_best = (folder / "checkpoints" / "best.pt").exists()
     known = {"loss": LOSS, **parts.task.metrics}
+    wall = run_seconds(folder, time.time())
     result = Result(
         status="done",
         strategy=strategy.kind,
@@ -88,8 +89,10 @@ def make_result(
             "start": {}
             if first_step_at is None
             else start_clock.until_first_step(meter.first_fetch, first_step_at),
+            "training": parts.progress.seconds,
             "total": time.perf_counter() - started,
         },
+        goodput=parts.progress.seconds / wall if wall else None,
         parameters_hash=digest,
         checkpoint=None
         if parts.train_loader.replay is not None

@@ -391,10 +391,12 @@ class RunParts:
 
     @property
     def has_steps(self) -> bool:
-        """True if the current epoch has another step before train.max_steps."""
-        last = self.config.train.max_steps
-        is_last = last is not None and self.progress.step >= last
-        return self.progress.step_in_epoch < self.steps_per_epoch and not is_last
+        """True if the current epoch has another step before train.max_steps or train.max_minutes
+        ends the run.
+        """
+        progress = self.progress
+        is_last = progress.step >= self.total_steps
+        return progress.step_in_epoch < self.steps_per_epoch and not is_last
 
     def is_logged(self, step: int) -> bool:
         """Return True if the next step, whose number is `step`, logs, saves or evaluates, or is the

@@ -26,6 +26,9 @@ class Progress:
     # Number of the current epoch, from 0.
     epoch: int = 0
     step_in_epoch: int = 0
+    # Seconds of rank 0 in training steps up to the last logged one, over all segments. Steps that a
+    # resume has trained again count once.
+    seconds: float = 0.0
     # Sums of each metric over images. The window starts at the last logged step. The epoch sums
     # include all steps from the start of the epoch to the last logged step.
     window_sums: dict[str, float] = field(default_factory=dict)
@@ -34,7 +37,8 @@ class Progress:
     epoch_images: int = 0
     # Means of the training metrics over the newest epoch, which may have ended early.
     epoch_means: dict[str, float] = field(default_factory=dict)
-    # Step at which the newest epoch ended, or at which train.max_steps ended it early.
+    # Step at which the newest epoch ended, or at which train.max_steps or train.max_minutes ended
+    # it early.
     ended_at: int = 0
     # Best value of checkpoint.metric so far. A loss is negated, so higher is always better.
     best: float | None = None
@@ -59,11 +63,14 @@ class Progress:
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
     def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
-        """Return the step at which the run ends.
+        """Return the step at which the run ends, which is the current one if train.max_minutes is
+        reached.
 
         The remaining steps are added to the current step, because earlier epochs may have had other
         numbers of steps.
         """
+        if train.is_out_of_time(self.seconds):
+            return self.step
         left = (train.epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
         return min(self.step + left, train.max_steps or sys.maxsize)
 

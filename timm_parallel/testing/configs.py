@@ -19,9 +19,9 @@ def resolved(*overrides: str) -> ResolvedConfig:
 
 def parse(*words: str) -> Any:
     """Parse command-line arguments with Hydra's argument parser and return the result."""
-    from hydra._internal.utils import get_args_parser
+    from timm_parallel.patches import hydra_parser
 
-    return get_args_parser().parse_args(list(words))
+    return hydra_parser().parse_args(list(words))
 
 
 def conf(folder: Path, **files: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -35,6 +36,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Fork processes, as Python before 3.14 does on Linux. A pool of a test would otherwise start the
+# fork server before timm_parallel/testing/ranks.py tells the server which modules to import.
+if sys.platform == "linux":
+    multiprocessing.set_start_method("fork", force=True)
 
 # Let Python write bytecode files. Many container images forbid this, and each test worker and each
 # command of a test would compile the same files again. Collecting the tests would take four times

@@ -7,10 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
 from timm_parallel.lab.jobs.slurm_array import update
 from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import Result, write_result
 
@@ -25,7 +25,7 @@ SMALL = (
 
 def submitted(folder: Path, *words: str) -> str:
     """Write the Slurm script of a sweep with cluster.submit=false, and return its text."""
-    arguments = get_args_parser().parse_args(["-m", *SMALL, f"hydra.sweep.dir={folder}", *words])
+    arguments = hydra_parser().parse_args(["-m", *SMALL, f"hydra.sweep.dir={folder}", *words])
     assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
     return (folder / "job.sbatch").read_text()
 
@@ -80,7 +80,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
     submitted(folder, "seed=1,2,3", "sweep.jobs=2")
     ended(folder, 1)
     update(folder)
-    arguments = get_args_parser().parse_args(["-m", f"sweep.resume={folder}"])
+    arguments = hydra_parser().parse_args(["-m", f"sweep.resume={folder}"])
     assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
     assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
     local = tmp_path / "slurm.sh"
@@ -91,7 +91,7 @@ def test_sweep_resume_submits_slurm_array_of_unfinished_jobs_only(
         "expected the setup lines of the machine that submits the array"
     )
     for word in ("optim.lr=0.1", "sweep.dry_run=true"):
-        changed = get_args_parser().parse_args(["-m", f"sweep.resume={folder}", word])
+        changed = hydra_parser().parse_args(["-m", f"sweep.resume={folder}", word])
         with pytest.raises(ValueError, match=f"{word.partition('=')[0]}: .*sweep.resume="):
             run_multirun(changed, lambda data: None, lambda data: None)
 

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from timm_parallel.config.compose import load_config
@@ -17,13 +16,14 @@ from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.sweep.blocks import append_block, check_blocks, freeze_jobs
 from timm_parallel.lab.sweep.points import Point, expand
 from timm_parallel.launch.resume import compose_run
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 
 SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
 
 
 def points(*overrides: str) -> list[Point]:
-    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
     jobs = frozen(tmp_path, five, repeats=2)
     later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
-    assert compose_run(get_args_parser().parse_args([f"resume={later}"])).config.seed == 8
+    assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
 
 
 @pytest.mark.parametrize("value", ["auto", "0"])

@@ -107,6 +107,16 @@ def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
         parser.parse_intermixed_args([f"tolerance={word}"])
 
 
+def test_a_flag_of_a_script_is_set_by_its_name_or_by_true_and_takes_no_other_value() -> None:
+    parser = CommandLine(None)
+    parser.add_argument("--json", action="store_true")
+    given = {word: parser.parse_intermixed_args([word]).json for word in ("--json", "json=true")}
+    assert given == {"--json": True, "json=true": True}
+    assert parser.parse_intermixed_args(["json=false"]).json is False
+    with pytest.raises(ValueError, match="json=yes: expected json=true"):
+        parser.parse_intermixed_args(["json=yes"])
+
+
 def test_script_main_exits_130_and_prints_one_line_on_keyboard_interrupt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from src.app import app
@@ -28,6 +27,7 @@ from timm_parallel.entry import run_command
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
+from timm_parallel.patches import hydra_parser
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @cache
 def composed(*words: str) -> Config:
     """Compose the config of train.py for some command-line arguments. The result is cached."""
-    return compose_command(get_args_parser().parse_args(list(words))).config
+    return compose_command(hydra_parser().parse_args(list(words))).config
 
 
 # Dictionary from the number of GPUs of a machine to the number that a run with a batch of 64 images

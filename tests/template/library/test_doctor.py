@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.template.runs import ROOT
+from timm_parallel.lab.doctor import examine as examination
 from timm_parallel.lab.doctor.examine import (
     GIB,
     Finding,
@@ -150,6 +151,27 @@ def test_doctor_trial_run_returns_the_failure_reason_or_the_last_line_of_output(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert try_strategy("ddp", 2) == (reason or "the last line")
+
+
+def test_quick_doctor_trains_no_step_and_suggests_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def record(strategy: str, devices: int) -> str:
+        tried.append(strategy)
+        return ""
+
+    monkeypatch.setattr(examination, "MachineReport", lambda: facts(4))
+    monkeypatch.setattr(examination, "try_strategy", record)
+    assert examination.examine(as_json=True, quick=True) == 0
+    quick = capsys.readouterr()
+    assert tried == [] and "quick=true" not in quick.err
+    assert json.loads(quick.out)["command"] == "python train.py parallel=ddp parallel.devices=4"
+    # The whole check names the way to leave the steps out in its first line.
+    assert examination.examine(as_json=True) == 0
+    assert tried == ["single", "dp", "ddp", "fsdp"]
+    assert "quick=true" in capsys.readouterr().err.splitlines()[0]
 
 
 def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:

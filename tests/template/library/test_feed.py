@@ -347,6 +347,25 @@ def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_eac
     assert [batch.target.tolist() for batch in third] == labels[:5]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot fork safely")
+def test_loader_forks_its_workers_when_python_starts_processes_by_a_fork_server() -> None:
+    images = torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
+    # A lambda cannot be pickled, so only a forked worker can have it.
+    fetcher = BatchFetcher(InMemory(images, torch.arange(20)), Targets(), lambda *sample: sample, 0)
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    method = multiprocessing.get_start_method()
+    # The default of Python 3.14.
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        loader = train_loader_of(fetcher, TrainSampler(20, 10, 0, 1, seed=5), prefetcher, 1)
+        try:
+            assert len([*loader.epoch(0)]) == 2
+        finally:
+            loader.close()
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
 class Boxes:
     """Split with boxes of any number, crops of two sizes, and a name."""
 

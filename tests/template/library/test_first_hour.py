@@ -381,16 +381,15 @@ def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.Monkey
 def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     tmp_path: Path,
 ) -> None:
-    from hydra._internal.utils import get_args_parser
-
     from timm_parallel.config.compose import compose_command
+    from timm_parallel.patches import hydra_parser
 
     (tmp_path / "local").mkdir()
     text = (ROOT / "conf" / "local" / "default.yaml.example").read_text(encoding="utf-8")
     (tmp_path / "local" / "default.yaml").write_text(
         text.replace("output_dir: outputs", "output_dir: /elsewhere")
     )
-    config = compose_command(get_args_parser().parse_args(["--config-dir", str(tmp_path)])).config
+    config = compose_command(hydra_parser().parse_args(["--config-dir", str(tmp_path)])).config
     assert config.paths.output_dir == "/elsewhere"
 
 

@@ -105,6 +105,8 @@ def test_repeated_run_has_equal_losses_and_weights(
     # The recorded run used a remote MLflow server. The repetition must not be sent there.
     edit(copy / "run/config.yaml", "tensorboard: true", "mlflow: true")
     edit(copy / "run/config.yaml", "  uri: null", "  uri: http://localhost:1")
+    # A time limit, which the repetition would reach at another step.
+    edit(copy / "run/config.yaml", "max_minutes: null", "max_minutes: 1.0e-06")
     found = certificate(copy, 0, steps=50)
     assert load_config(copy / "run" / "reproduced" / "run").tracker == TrackerConfig()
     assert (found["steps"], found["losses"], found["equal_losses"]) == (15, 5, 5)

@@ -571,6 +571,24 @@ def test_resume_of_a_finished_run_is_refused_with_the_limit_that_the_run_reached
             assert code == 2 and main.ran[-1].resolve() != folder and f" {reached} " in err
 
 
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("minutes", "reached"), [("1", "train.max_minutes=1"), ("2", None), ("null", None)]
+)
+def test_run_that_its_minutes_ended_resumes_with_more_minutes_only(
+    main: Main, minutes: str, reached: str | None
+) -> None:
+    # The run ended before its epochs, but train.early_stop did not end it.
+    settings = ("train.epochs=9", "train.early_stop=1", "train.max_minutes=1")
+    folder = main.start("day/1", *settings, status="done")
+    write_result(folder, Result("done", steps=4, epochs=0.5, seconds={"training": 61.0}))
+    code, err = main(f"resume={folder}", f"train.max_minutes={minutes}")
+    if reached is None:
+        assert (code, len(main.ran)) == (0, 2), err
+    else:
+        assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
+
+
 @pytest.mark.parametrize("name", ["last.pt", "best.pt"])
 def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: str) -> None:
     """A new checkpoint could not replace the folder, so the run would fail after its first

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
 from src.schema import Config
 from timm_parallel.config.compose import compose_command
@@ -36,6 +35,7 @@ from timm_parallel.lab.search.space import (
 from timm_parallel.lab.search.study import Follower
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import read_result
 
@@ -54,9 +54,7 @@ def space_of(*overrides: str) -> dict[str, Any]:
     """Parse and check the search space of a command line. Return a dictionary from key to
     dimension of the space.
     """
-    command, points = expand(
-        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
-    )
+    command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
     space = read_space(command)
     check_space(command.config, points[0].tree, space)
     return {dimension.name: dimension for dimension in space}
@@ -148,9 +146,7 @@ def test_search_is_refused_when_a_setting_is_invalid(override: str, named: str) 
 def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metric(
     tmp_path: Path, overrides: tuple[str, ...], objective: str, direction: str
 ) -> None:
-    command, points = expand(
-        get_args_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides])
-    )
+    command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
     space = read_space(command)
     check_space(command.config, points[0].tree, space)
     assert command.config.objective == objective
@@ -161,7 +157,7 @@ def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metri
 
 def test_search_is_refused_without_multirun() -> None:
     with pytest.raises(ValueError, match="add -m"):
-        compose_command(get_args_parser().parse_args(["search=optuna", *SMALL]))
+        compose_command(hydra_parser().parse_args(["search=optuna", *SMALL]))
 
 
 @pytest.mark.parametrize("text", ["search: [", "- 1", None])

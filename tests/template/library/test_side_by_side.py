@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.keys import Config, SweepConfig
@@ -26,6 +25,7 @@ from timm_parallel.lab.sweep.points import Point, expand
 from timm_parallel.lab.sweep.sweep import Sweep
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import processes_of
@@ -43,7 +43,7 @@ SMALL = (
 
 
 def points(*overrides: str) -> list[Point]:
-    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
 def config_of(*overrides: str) -> Config:
@@ -83,7 +83,7 @@ def test_job_without_assigned_devices_sees_every_gpu_and_core(kind: str) -> None
 def test_concurrent_jobs_are_refused_when_a_sweep_measures_speed(
     overrides: tuple[str, ...], key: str, cause: str
 ) -> None:
-    config = compose_command(get_args_parser().parse_args(["-m", "model=tiny", *overrides])).config
+    config = compose_command(hydra_parser().parse_args(["-m", "model=tiny", *overrides])).config
     with pytest.raises(ValueError, match=f"{key}=9: {cause}"):
         jobs_at_a_time(key, 9, config)
     assert jobs_at_a_time(key, 1, config) == 1

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
 from tests.template.runs import resolved, tiny
 from timm_parallel.lab.jobs import slurm_job as submitted
@@ -17,6 +16,7 @@ from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.launch.job import conclude, run_job
 from timm_parallel.launch.supervisor import RankExits
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, read_jobs
 from timm_parallel.record.result import Result, write_result
 
@@ -151,7 +151,7 @@ def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(
 
 
 def search(folder: Path, *words: str) -> int:
-    arguments = get_args_parser().parse_args(
+    arguments = hydra_parser().parse_args(
         ["-m", *tiny(f"hydra.sweep.dir={folder}", *WORDS, *words)]
     )
     return run_multirun(arguments, lambda data: None, lambda data: None)
@@ -173,9 +173,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
     assert "module load cuda" in Path(slurm.scripts[2]).read_text()
     local.write_text("module load rocm\n")
     more = ["-m", f"sweep.resume={folder}", "search.n_trials=4"]
-    assert (
-        run_multirun(get_args_parser().parse_args(more), lambda data: None, lambda data: None) == 0
-    )
+    assert run_multirun(hydra_parser().parse_args(more), lambda data: None, lambda data: None) == 0
     assert "module load rocm" in Path(slurm.scripts[3]).read_text(), (
         "expected the setup lines of the machine that resumes the search"
     )

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from rich.console import Console
 
 from timm_parallel.config.compose import load_config
@@ -26,6 +25,7 @@ from timm_parallel.lab.sweep.board import counted
 from timm_parallel.lab.sweep.dry_run import count_runs, show_points
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import processes_of
@@ -62,7 +62,7 @@ def statuses(folder: Path) -> list[str]:
 
 
 def points(*overrides: str) -> Any:
-    return expand(get_args_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
 
 
 @pytest.mark.slow(seconds=1)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 
 from tests.template.runs import ROOT
 from timm_parallel.data.build import check_data, training_size
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.testing.report_sweeps import Sweep, findings, read
 
@@ -125,7 +125,7 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
 
 def tune(*overrides: str) -> int:
     return run_multirun(
-        get_args_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
+        hydra_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
@@ -22,7 +24,8 @@ from src.commands.load import load_trained
 from src.commands.plan import plan
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
-from src.schema import AugmentConfig
+from src.models.preprocessing import preprocessing_for
+from src.schema import AugmentConfig, DataConfig
 from tests.template.runs import TINY, run_warm
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
@@ -71,6 +74,28 @@ def test_augmentation_returns_images_of_the_configured_height_and_width(augment:
         assert transform(image).shape == (3, 32, 48)
 
 
+@pytest.mark.parametrize("mode", ["squash", "border"])
+def test_crop_mode_keeps_whole_images_in_evaluation_and_in_training_without_a_random_crop(
+    mode: str,
+) -> None:
+    model = timm.create_model("test_resnet", pretrained_cfg_overlay={"crop_pct": 0.8})
+    images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
+    config = DataConfig(name="folder", image_size=[32, 48], crop_mode=mode)
+    preprocessing = preprocessing_for(model, config, images)
+    assert (preprocessing.crop_mode, preprocessing.crop_pct) == (mode, 1.0)
+    config.crop_pct = 0.9
+    assert preprocessing_for(model, config, images).crop_pct == 0.9
+    augment = AugmentConfig(interpolation=preprocessing.interpolation)
+    training = train_transform(augment, (32, 48), True, preprocessing.mean, mode)
+    assert training is not None
+    for sides in SIZES:
+        image = picture(*sides)
+        theirs = torch.as_tensor(create_transform(**asdict(preprocessing), normalize=False)(image))
+        pixels = v2.functional.pil_to_tensor(image)
+        assert (evaluation_transform(preprocessing)(pixels).int() - theirs.int()).abs().max() <= 1
+        assert torch.equal(training(pixels), evaluation_transform(preprocessing)(pixels))
+
+
 class LargestTensor(TorchFunctionMode):
     """Records the number of values of the largest tensor that a torch function returns."""
 
@@ -105,10 +130,11 @@ def test_image_of_an_extreme_aspect_ratio_is_cropped_before_it_is_resized(
 
 
 @pytest.mark.parametrize("sides", [(60, 40), (1, 900)])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
 def test_evaluation_transform_moves_targets_of_torchvision_with_the_image(
-    sides: tuple[int, int],
+    sides: tuple[int, int], mode: str
 ) -> None:
-    preprocessing = Preprocessing((3, 32, 32), (0.5,) * 3, (0.5,) * 3, 1.0, "center", "bilinear")
+    preprocessing = Preprocessing((3, 32, 32), (0.5,) * 3, (0.5,) * 3, 1.0, mode, "bilinear")
     image, mask = torch.zeros(3, *sides, dtype=torch.uint8), torch.ones(sides, dtype=torch.uint8)
     transform: Any = evaluation_transform(preprocessing)
     images, masks = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
@@ -169,6 +195,27 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert export_script.main([f"run={trained}", f"output={trained / 'export'}"]) == 0
     config = json.loads((trained / "export" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [3, 48, 64]
+
+
+@pytest.mark.processes
+def test_evaluation_and_export_keep_the_crop_mode_of_the_run(
+    images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (*WORDS, f"data.root={images}", "parallel=single", "data.crop_mode=border")
+    run = run_warm(tmp_path / "run", *words, "train.epochs=1")
+    loaded = load_trained(run, None, None, torch.device("cpu"))
+    assert (loaded.preprocessing.crop_mode, loaded.preprocessing.crop_pct) == ("border", 1)
+    losses = []
+    for mode in ("", "data.crop_mode=squash", "data.crop_mode=center"):
+        capfd.readouterr()
+        assert entry.main([f"run={run}", "split=val", *mode.split()]) == 0
+        losses.append(json.loads(capfd.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(read_result(run).val["loss"], rel=1e-6)
+    # Another crop mode shows the model other pixels.
+    assert len(set(losses)) == 3
+    assert export_script.main([f"run={run}", f"output={tmp_path / 'export'}"]) == 0
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["pretrained_cfg"]["crop_mode"] == "border"
 
 
 @pytest.mark.slow(seconds=2)

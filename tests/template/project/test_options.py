@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from PIL import Image
 
 import timm_parallel.entry
@@ -27,6 +26,7 @@ from timm_parallel.lab.sweep.points import expand
 from timm_parallel.launch import job
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.patches import hydra_parser
 from timm_parallel.testing.ranks import warm_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,7 +67,7 @@ def run_command(
     def run(folder: Path, *words: str) -> None:
         if "-m" in words:
             _, points = expand(
-                get_args_parser().parse_args([*words, f"hydra.sweep.dir={folder.parent}"])
+                hydra_parser().parse_args([*words, f"hydra.sweep.dir={folder.parent}"])
             )
             runnable = [point for point in points if not point.reason]
             assert runnable, [point.reason for point in points]
@@ -212,7 +212,7 @@ def test_every_option_of_every_config_group_trains_one_step(
     if option in ("ddp", "fsdp"):
         assert (result["world_size"], result["processes"]) == (2, 2)
     again = ["--config-path", str(folder), "--config-name", "config"]
-    frozen = compose_command(get_args_parser().parse_args(again)).config
+    frozen = compose_command(hydra_parser().parse_args(again)).config
     assert dataclasses.asdict(frozen) == dataclasses.asdict(load_config(folder)), (
         "expected config.yaml to match the config of the run"
     )

@@ -9,6 +9,7 @@ import struct
 import unicodedata
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,14 @@ def test_segmentation_evaluation_option_without_effect_is_refused(
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         task_for(size, **options)
     assert str(refusal.value).startswith(key)
+
+
+@pytest.mark.parametrize(("mode", "refused"), [("squash", False), ("border", True)])
+def test_segmentation_takes_no_crop_mode_but_its_own(mode: str, refused: bool) -> None:
+    config = resolved(f"data.crop_mode={mode}")
+    config.train = ResolvedTrain(task="segmentation")
+    with pytest.raises(ValueError, match=r"^data\.crop_mode=") if refused else nullcontext():
+        Task.find(config.train.task)(config, list("abcd"))
 
 
 def test_segmentation_losses_ignore_unlabeled_pixels() -> None:

@@ -123,15 +123,22 @@ class Finding:
     stops: bool = False
 
 
-def examine(as_json: bool) -> int:
+def examine(as_json: bool, quick: bool = False) -> int:
     """Check this machine and print the findings, as text or as JSON. Return 1 if training cannot
     start here, else 0.
+
+    `quick`: train no steps, so that the check takes seconds and leaves the machine to other users.
     """
+    if not quick:
+        print(
+            "trains two steps with each strategy, which takes a minute; quick=true leaves them out",
+            file=sys.stderr,
+        )
     print("querying torch and timm …", file=sys.stderr, flush=True)
     facts = MachineReport()
-    for strategy, devices in strategies_to_try(facts).items():
+    for strategy, devices in ({} if quick else strategies_to_try(facts)).items():
         print(
-            f"trying a step with parallel={strategy} on {devices} device(s) …",
+            f"trying two steps with parallel={strategy} on {devices} device(s) …",
             file=sys.stderr,
             flush=True,
         )
@@ -205,12 +212,12 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
 
 
 def advice(facts: MachineReport) -> str:
-    """Build a train.py command that suits this machine: all GPUs if a trial run on several devices
-    succeeded, else one device.
+    """Build a train.py command that suits this machine: all GPUs unless a trial run on several
+    devices failed, else one device.
     """
     parallel = ParallelConfig()
     parallel.choose_strategy(several=facts.visible > 1)
-    if facts.tries.get(parallel.strategy, "not tried"):
+    if facts.tries.get(parallel.strategy):
         parallel = ParallelConfig()
         parallel.choose_strategy(several=False)
     devices = 1 if parallel.has_one_device else facts.visible

@@ -230,7 +230,7 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
 @pytest.mark.parametrize("form", ["python", "torchrun"])
 @pytest.mark.sample(2)
 def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
-    train: Train, form: str
+    train: Train, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
@@ -243,6 +243,16 @@ def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
     ]
     assert steps == sorted(set(steps)), "each step must be logged once"
     assert "resumed from" in (run.folder / "logs" / "rank_0.log").read_text()
+    if form == "python":
+        # The command wrote result.json at its end, and has counted the seconds since its start.
+        ended, seconds = (run.folder / "result.json").stat().st_mtime, run.result.seconds
+        first_step = ended - seconds["total"] + seconds["start_to_first_step"]
+        lost = first_step - fault_time(train.base / "mark")
+        with capsys.disabled():
+            print(f"{lost:.1f} s from the fault to the first new step")
+        assert 0 < lost < seconds["total"]
+        assert run.result.goodput is not None
+        assert 0 < run.result.goodput < 1 - lost / seconds["total"]
 
 
 @pytest.mark.slow
