@@ -353,11 +353,12 @@ class Group:
         if not a.lost and not b.lost:
             return e
         values = [value for *_, value in self.rows[measure]]
-        sign = self.scale.sign
+        sign = e.scale.sign
         worst, best = sorted((min(values), max(values)), key=lambda value: sign * value)
-        down = _lost_shift(a, worst, self.scale) + _lost_shift(b, best, self.scale)
-        up = _lost_shift(a, best, self.scale) + _lost_shift(b, worst, self.scale)
-        return replace(e, slack=(up, down) if self.scale.lower_is_better else (down, up))
+        down = _lost_shift(a, worst, e.scale) + _lost_shift(b, best, e.scale)
+        up = _lost_shift(a, best, e.scale) + _lost_shift(b, worst, e.scale)
+        plain = self._bounded(e.plain, measure) if e.plain else None
+        return replace(e, slack=(up, down) if sign < 0 else (down, up), plain=plain)
 
     def is_void(self, contrast: Contrast) -> bool:
         """Return True if the measurements do not allow a verdict on a pair of configurations: most

@@ -55,8 +55,6 @@ class Recommendation:
     value: float | None = None
     # 95 % confidence interval of the expected value of the headline metric.
     value_interval: tuple[float, float] | None = None
-    # Expected difference from the baseline, without the bias of choosing the best configuration.
-    difference: float | None = None
     # Findings that a reader of the report must know to rely on the headline result.
     notes: tuple[Finding, ...] = ()
 
@@ -279,8 +277,8 @@ def _only_setting(group: Group) -> Recommendation:
 def _expect(
     group: Group, chosen: Configuration, findings: Sequence[Finding], rivals: bool = True
 ) -> Recommendation:
-    """Estimate which value the chosen setting will have in new runs, and its difference from the
-    baseline, without the bias of choosing the best. The estimate is the mean of one value per
+    """Estimate which value the chosen setting will have in new runs, without the bias of choosing the
+    best. The estimate is the mean of one value per
     repeat: that of the setting which is best in all other repeats.
 
     `findings`: findings that come before the estimate. `rivals`: True to add the settings that are
@@ -297,13 +295,9 @@ def _expect(
         if block in blocks
     ]
     scores = corrected_values(rows, group.scale)
-    value = difference = interval = None
+    value = interval = None
     if scores:
         value = fmean(score for _, score in scores.values())
-        of_baseline = group.named(group.baseline).values
-        pairs = [(score, of_baseline.get(block)) for block, (_, score) in scores.items()]
-        differences = [score - other for score, other in pairs if other is not None]
-        difference = fmean(differences) if differences else None
         interval = _widened(group, chosen, value)
     expected = finding(
         "expected",
@@ -323,7 +317,6 @@ def _expect(
         (*findings, expected, *of_rivals),
         value=value,
         value_interval=interval,
-        difference=difference,
     )
 
 

@@ -43,7 +43,6 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
                 "point",
                 "value",
                 "value_interval",
-                "difference",
             ),
             "sentence": sentences(lead.findings),
             "notes": [sentence(note) for note in lead.notes],
