@@ -140,6 +140,10 @@ def judge(sweep: Sweep) -> Verdict:
     falsely = named and sweep.sign * (true(str(lead.point)) - true(group.baseline)) <= 0
     if lead.point == group.baseline:
         falsely |= best_value > sweep.sign * true(group.baseline)
+    for finding in lead.findings:
+        if finding.kind == "better_without":
+            label = finding.numbers["setting"]["label"]
+            falsely |= sweep.sign * (true(label) - true(group.baseline)) <= 0
     best = {s.label for s in group.alive if math.isclose(sweep.sign * true(s.label), best_value)}
     false |= not best & group.may_be_best
     chosen = lead.point or group.highest
@@ -580,6 +584,7 @@ def _outlier_rows() -> dict[str, Make]:
         "10x5 loss equal, 5% of all runs diverged to 2.3": partial(losses, rate=0.05)
     }
     for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0)):
+        table[f"10x5 loss equal, one seed of {name} diverged"] = partial(losses, diverged=[setting])
         table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(
             losses, winner=5, diverged=[setting]
         )

@@ -155,7 +155,10 @@ def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_c
         True,
         False,
     ]
-    assert lead["sentence"] in html and lead["command"] in markdown
+    # The expected value has its own paragraph.
+    first, expect, rest = lead["sentence"].partition(" Expect")
+    assert expect and f'<p class="lead">{first}<br>' in html and f"<p>Expect{rest}</p>" in html
+    assert lead["command"] in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
 
@@ -306,6 +309,79 @@ def test_report_counts_the_seeds_without_which_another_setting_would_be_chosen(
     expected = findings(read(sweep.write())[2]["lead"])["expected"]
     # Without the third seed, 0.003 is chosen instead of 0.01, which has the best mean.
     assert (expected["others"], expected["count"]) == (1, 3)
+
+
+def of_values(
+    folder: Path, values: dict[str, list[float]], metric: str = "val/loss", first_seed: int = 0
+) -> Sweep:
+    """Build the files of a sweep over optim.lr from the value of each learning rate and seed."""
+    sweep = Sweep(folder)
+    for rate, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds, start=first_seed):
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
+            val = {metric.partition("/")[2]: value}
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val=val)
+    return sweep
+
+
+NEAR = [0.31, 0.29, 0.30, 0.305, 0.295]
+BELOW = [0.24, 0.238, 0.242, 0.239, 0.241]
+
+
+def test_report_states_no_expected_value_outside_of_the_runs_of_the_named_setting(
+    tmp_path: Path,
+) -> None:
+    """Without the wildly better third seed of 0.01, 0.003 is best, so the corrected value is partly
+    that of other settings.
+    """
+    values = {"0.001": NEAR, "0.003": BELOW, "0.01": [0.30, 0.29, 0.0001, 0.31, 0.295]}
+    lead = read(of_values(tmp_path / "s", values).write())[2]["lead"]
+    expected = findings(lead)["expected"]
+    assert expected["others"] == 1 and expected["count"] == 5
+    own = values[lead["point"].partition("=")[2]] if lead["point"] else values["0.01"]
+    assert lead["value"] is None or min(own) <= lead["value"] <= max(own)
+
+
+def test_report_with_a_diverged_baseline_states_what_is_better_without_that_run(
+    tmp_path: Path,
+) -> None:
+    values = {"0.001": [*NEAR[:4], 2.3], "0.003": BELOW, "0.01": NEAR}
+    lead = read(of_values(tmp_path / "s", values).write())[2]["lead"]
+    found = findings(lead)
+    assert lead["point"] is None and "better" not in found
+    without = found["better_without"]
+    assert without["setting"]["label"] == "optim.lr=0.003" and len(without["runs"]) == 1
+    contrast = without["contrast"]
+    assert contrast["n"] == 4 and contrast["high"] < 0
+    assert contrast["difference"] == pytest.approx(-0.0613, abs=0.001)
+    whole = read(of_values(tmp_path / "t", values | {"0.001": NEAR}).write())[2]["lead"]
+    assert "better_without" not in findings(whole)
+
+
+def test_report_on_seeds_that_were_added_in_a_second_sweep_has_a_note(tmp_path: Path) -> None:
+    first = of_values(tmp_path / "s", {"0.001": NEAR, "0.003": NEAR[::-1]})
+    more = of_values(tmp_path / "t", {"0.001": NEAR, "0.003": NEAR[::-1]}, first_seed=5)
+    assert "extended" not in findings(read(first.write())[2]["lead"])
+    assert findings(read(first.folder, more.write())[2]["lead"])["extended"] == {"sweeps": 2}
+    other = of_values(tmp_path / "u", {"0.01": NEAR})
+    assert "extended" not in findings(read(first.folder, other.write())[2]["lead"])
+
+
+def test_report_names_no_setting_that_has_one_seed(tmp_path: Path) -> None:
+    values = {"0.001": NEAR, "0.003": BELOW[:1], "0.01": NEAR[::-1]}
+    plain = read(of_values(tmp_path / "s", values).write())[2]
+    assert compared(plain)["optim.lr=0.003"]["verdict"] == "not measurable"
+    assert compared(plain)["optim.lr=0.003"]["high"] < 0
+    assert plain["lead"]["point"] is None
+
+
+def test_detectable_difference_allows_for_lost_runs(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    whole = compared(read(sweep.write())[2])["optim.lr=0.01"]
+    lose(sweep, "failed", 2)
+    lost = compared(read(sweep.write())[2])["optim.lr=0.01"]
+    # One of four runs may have had any value from 59.6 to 83.4 %.
+    assert lost["detectable"] > whole["detectable"] + 0.03
 
 
 def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(

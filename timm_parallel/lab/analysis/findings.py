@@ -32,6 +32,7 @@ Kind = Literal[
     "all_equal",
     "best_mean",
     "best_is_baseline",
+    "better_without",
     "only_setting",
     "expected",
     "best_of_all",
@@ -41,6 +42,7 @@ Kind = Literal[
     "lost_runs",
     "not_recommended",
     "far_off",
+    "extended",
     "over_folds",
     "over_seeds",
     # Settings of a tuning, compared by their speed.
@@ -66,7 +68,7 @@ Kind = Literal[
     "speed_on_busy_machine",
     # Notes below a table.
     "mean_of_lost",
-    "means_on_scale",
+    "unequal_repeats",
     "single_is_missing",
     "devices_are_threads",
     "more_threads_than_cores",

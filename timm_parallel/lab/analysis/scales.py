@@ -75,7 +75,9 @@ class Scale:
         """
         if self.is_ratio:
             return math.log1p(share)
-        return share * (1 - level if self.is_proportion and not self.lower_is_better else abs(level))
+        return share * (
+            1 - level if self.is_proportion and not self.lower_is_better else abs(level)
+        )
 
 
 def _log(value: float) -> float:

@@ -291,7 +291,17 @@ class Model:
         difference, error = float(contrast @ fit.effects), math.sqrt(variance)
         plain = self.plain.compare(a, b) if self.plain else None
         return Estimate(
-            a, b, n, difference, error, freedom, noise, self.scale, level, self.rounding, plain=plain
+            a,
+            b,
+            n,
+            difference,
+            error,
+            freedom,
+            noise,
+            self.scale,
+            level,
+            self.rounding,
+            plain=plain,
         )
 
 
@@ -455,10 +465,10 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 
 
 def mean_interval(
-    values: Iterable[float], scale: Scale, rounding: float = 0.0
+    values: Iterable[float], scale: Scale, rounding: float = 0.0, level: float = LEVEL
 ) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of `values`, by Student's t on a scale such
-    as the logarithm. Return None for fewer than two values.
+    """Return the confidence interval of the mean of `values` with the error rate `level`, by
+    Student's t on a scale such as the logarithm. Return None for fewer than two values.
 
     `rounding`: smallest difference that the measure can show. The interval extends at least that
     far below and above the mean.
@@ -467,7 +477,7 @@ def mean_interval(
     if len(shifts) < 2:
         return None
     middle = float(shifts.mean())
-    reach = float(stdtrit(len(shifts) - 1, 1 - LEVEL / 2) * shifts.std(ddof=1)) / math.sqrt(
+    reach = float(stdtrit(len(shifts) - 1, 1 - level / 2) * shifts.std(ddof=1)) / math.sqrt(
         len(shifts)
     )
     mean = scale.back(middle)

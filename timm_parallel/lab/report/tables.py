@@ -14,7 +14,14 @@ from timm_parallel.lab.analysis.findings import finding, other_baseline
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
-from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    Contrast,
+    Summary,
+)
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
 from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
 from timm_parallel.lab.report.formats import (
@@ -43,6 +50,13 @@ LONGEST_REASON = 240
 # Largest number of settings in a table, the best ones. The file report.json has all.
 MOST_SETTINGS = 60
 VERDICT, DETECTABLE = "better?", "min. detectable difference"
+# Verdict on the claim that a setting is better -> cell of the column "better?".
+ANSWERS = {
+    SUPPORTED: "yes",
+    NOT_SUPPORTED: "no",
+    INCONCLUSIVE: "not shown",
+    NOT_MEASURABLE: NOT_MEASURABLE,
+}
 # Columns that are shown as n/a if the devices are threads on CPU, because they say nothing about
 # GPUs.
 _OF_GPUS = (
@@ -151,11 +165,8 @@ def _settings_table(group: Group) -> Table:
         notes.append(other_baseline(group))
     if any(setting.lost for setting in group.members):
         notes.append(finding("mean_of_lost"))
-    if not group.scale.is_ratio and any(
-        _differs_from_means(group, contrast) for contrast in group.contrasts
-    ):
-        repeats = group.unit_of_repeats
-        notes.append(finding("means_on_scale", scale=group.scale.name, repeats=repeats))
+    if len({frozenset(setting.values) for setting in group.alive}) > 1:
+        notes.append(finding("unequal_repeats", repeats=group.unit_of_repeats))
     return Table(
         _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
         caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
@@ -166,13 +177,6 @@ def _settings_table(group: Group) -> Table:
         text_columns=[*group.keys, "setting", VERDICT],
         runs=[setting.runs for setting in shown],
     )
-
-
-def _differs_from_means(group: Group, contrast: Contrast) -> bool:
-    a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
-    if a is None or b is None or contrast.effect is None:
-        return False
-    return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
 
 
 def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
@@ -196,7 +200,7 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
         f"{effect} ({level_text(group.level)})": "baseline"
         if is_baseline
         else effect_text(contrast),
-        VERDICT: contrast.verdict if contrast else "",
+        VERDICT: ANSWERS[contrast.verdict] if contrast else "",
         DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
         "memory, MiB": DASH if peak is None else figure(peak / 2**20),
