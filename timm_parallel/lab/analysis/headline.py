@@ -268,6 +268,9 @@ def _better_without_far_runs(group: Group) -> Iterable[Finding]:
     worse than its others, such as diverged ones, do not count.
     """
     far = [run for setting, run in _far_off(group) if setting.label == group.baseline]
+    # Two values that are left would say little about the noise of the baseline.
+    if len(group.named(group.baseline).values) - len(far) < 3:
+        return
     left_out = {(group.baseline, run.config.get(group.members[0].block)) for run in far}
     rows = [row for row in group.rows[group.metric] if row[:2] not in left_out]
     rest = replace(group, rows={group.metric: rows})

@@ -15,7 +15,7 @@ from timm_parallel.lab.report.contents import Report
 from timm_parallel.lab.report.sentences import sentence, sentences
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
-FORMAT = 5
+FORMAT = 6
 _OF_A_RUN = (
     "status",
     "commit",
