@@ -60,10 +60,11 @@ Kind = Literal[
     "loses_runs",
     "not_measured",
     "head_is",
+    "equal",
     "no_difference",
     "noted",
     "not_equal",
-    "level_of_verdict",
+    "number_of_verdict",
     "speed_next_to_jobs",
     "speed_on_busy_machine",
     # Notes below a table.

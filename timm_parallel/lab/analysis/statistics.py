@@ -407,7 +407,7 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
         return Contrast(e.a, e.b, None, None, None, e.n, NOT_MEASURABLE, scale=scale)
     back = unit.scale.back
     effect = back(unit.difference)
-    if not e.freedom or not unit.freedom:
+    if not e.freedom or not unit.freedom or not level:
         return Contrast(e.a, e.b, effect, None, None, e.n, INCONCLUSIVE, scale=scale)
     low, high = map(back, unit.ends(level))
     if e.plain is not None:
@@ -417,6 +417,8 @@ def _contrast(e: Estimate, level: float, share: float) -> Contrast:
         high = -_with_sign_of(-e.ends(level)[1], -high, -effect * shares[1])
     # Extend the interval to the smallest difference that the measure can show, such as one image.
     low, high = min(low, effect - e.rounding), max(high, effect + e.rounding)
+    if scale.is_proportion:
+        low, high = max(low, -1.0), min(high, 1.0)
     power = float(stdtrit(unit.freedom, 1 - level / 2) + stdtrit(unit.freedom, POWER)) * unit.error
     detectable = back(power + max(unit.slack)) - scale.none
     smallest = unit.scale.smallest_shift(unit.level, share)

@@ -14,6 +14,7 @@ from timm_parallel.lab.analysis.findings import finding, other_baseline
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
+from timm_parallel.lab.analysis.sequential import LEVEL
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_MEASURABLE,
@@ -50,6 +51,8 @@ LONGEST_REASON = 240
 # Largest number of settings in a table, the best ones. The file report.json has all.
 MOST_SETTINGS = 60
 VERDICT, DETECTABLE = "better?", "min. detectable difference"
+# Column of the table of a verdict on a code change.
+DIFFERENCE = f"difference ({level_text(LEVEL)})"
 # Verdict on the claim that a setting is better -> cell of the column "better?".
 ANSWERS = {
     SUPPORTED: "yes",
@@ -254,16 +257,13 @@ def verdict_table(verdict: Verdict) -> Table:
         group = verdict.groups[0]
         means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
         texts = [value_text(mean, group.scale.unit) for mean in means]
-        level = verdict.record.level_of(METRIC)
-        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric, level))
+        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric))
     texts = [_summary(speed) for speed in verdict.speeds]
-    level = verdict.record.level_of(SPEED)
-    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed, level))
+    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed))
     old, new = verdict.peaks
     ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
     texts = [_median(peak, 2**-20) for peak in verdict.peaks]
-    memory = _verdict_row("memory, MiB", texts) | {"difference": ratio}
-    rows.append({**dict.fromkeys(rows[0], DASH), **memory})
+    rows.append(_verdict_row("memory, MiB", texts) | {DIFFERENCE: ratio, "verdict": DASH})
     return Table(rows, text_columns=("measure", "verdict"))
 
 
@@ -271,17 +271,13 @@ def _verdict_row(name: str, texts: Sequence[str]) -> dict[str, str]:
     return {"measure": name, BASE: texts[0], HEAD: texts[1]}
 
 
-def _compared(contrast: Contrast, level: float) -> dict[str, str]:
+def _compared(contrast: Contrast) -> dict[str, str]:
     """Return the cells that compare head with base by one measure."""
-    unit, least = contrast.scale.unit, contrast.detectable
     is_known = contrast.effect is not None
+    unit = " points" if contrast.scale.is_proportion and is_known else ""
     return {
-        "difference": effect_text(contrast)
-        + (" points" if unit == "proportion" and is_known else ""),
-        "interval": level_text(level),
+        DIFFERENCE: effect_text(contrast) + unit,
         "verdict": word_of(contrast) if is_known else "not measured",
-        "could have shown": DASH if least is None else size_text(least, unit),
-        "seeds to decide": str(contrast.blocks_needed or DASH),
     }
 
 
