@@ -329,7 +329,8 @@ given = {key: value.strip("'") for key, _, value in words}
 if "refuse" in settings:
     sys.exit("train.py: " + settings["refuse"])
 if "--cfg" in given:
-    print(json.dumps({"checkpoint": {"metric": settings.get("metric", "val/acc")}}))
+    composed = settings.get("composed", settings.get("metric", "val/acc"))
+    print(json.dumps({"checkpoint": {"metric": composed}}))
     sys.exit()
 if "resume" in given:
     folder = Path(given["resume"])
@@ -564,6 +565,15 @@ def test_verdict_without_a_number_of_repeats_stops_when_it_can_decide(
     write_settings(repository, accuracy=0.6)
     code, values = run(capsys, "sweep.repeats=auto")
     assert (code, values["verdict"], pairs_of(values["sweep"])) == (4, WORSE, FIRST)
+
+
+@pytest.mark.slow(seconds=2)
+def test_verdict_compares_the_headline_metric_of_the_task_by_default(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(repository, composed="auto")
+    git(repository, "commit", "-qam", "Second")
+    assert run(capsys, "sweep.repeats=2")[0] == 3
 
 
 @pytest.mark.slow(seconds=4)

@@ -15,6 +15,7 @@ from typing import Any
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
+from timm_parallel.keys import Config
 from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
 from timm_parallel.lab.analysis.verdict import (
@@ -52,7 +53,7 @@ from timm_parallel.lab.verdict.versions import (
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
-from timm_parallel.task_rules import metric_of
+from timm_parallel.task_rules import choose_headline, metric_of
 
 # Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
 EXIT_CODES = {BETTER: 0, REFUSED: 2, EQUAL: 3, NO_DIFFERENCE: 3, WORSE: 4}
@@ -101,7 +102,8 @@ def start_verdict(overrides: list[str], base: str, head: str | None, on: str) ->
         ledger = Ledger(Path(command.config.paths.output_dir), commits[0])
         earlier = ledger.find(record)
         if earlier is None:
-            _check(folder, overrides, command.config.train.task)
+            choose_headline(command.config)
+            _check(folder, overrides, command.config)
             record = dataclasses.replace(record, number=ledger.enter(folder))
             write_json(folder / VERDICT, dataclasses.asdict(record))
             jobs = _new_jobs(folder, record, command)
@@ -215,9 +217,9 @@ def _name(given: str | None, commit: str | None) -> str:
     return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
 
 
-def _check(folder: Path, overrides: list[str], task: str) -> None:
+def _check(folder: Path, overrides: list[str], config: Config) -> None:
     """Raise ValueError if the train.py of a code version rejects the overrides, or if the two
-    versions measure different metrics. `task`: value of train.task.
+    versions measure different metrics. `config`: config of this code, with the headline metric.
     """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
@@ -228,7 +230,7 @@ def _check(folder: Path, overrides: list[str], task: str) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
-    metric = metric_of(task, name)
+    metric = metric_of(config.train.task, config.checkpoint.metric if name == "auto" else name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
