@@ -291,7 +291,8 @@ class Group:
         """Return the confidence interval of the mean of a setting with the error rate `level`, or
         None for a single value.
         """
-        return mean_interval(setting.values.values(), self.scale, self.rounding, level)
+        # With one image to each side, an interval near 100 % held the truth in 84 % only.
+        return mean_interval(setting.values.values(), self.scale, 2 * self.rounding, level)
 
     @cached_property
     def highest(self) -> str:
