@@ -193,6 +193,15 @@ def test_verdict_is_equal_when_the_whole_interval_is_within_sweep_smallest(
     assert (max(-low, high) <= smallest / 100) == (word == EQUAL)
 
 
+def test_verdict_on_code_that_computes_the_same_stops_after_four_pairs_without_a_difference() -> (
+    None
+):
+    values = (0.13611, 0.1358, 0.1337, 0.1402)
+    verdict = verdict_on(runs_of(values, values))
+    assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
+    assert verdict.contrasts[METRIC].effect == 0.0
+
+
 def test_verdict_on_speed_is_equal_within_percent_of_base() -> None:
     runs = [record_of(c, i, a) for c in (BASE, HEAD) for i, a in enumerate(ACCURACIES)]
     for place, run in enumerate(runs):

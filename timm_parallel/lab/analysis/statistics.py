@@ -289,6 +289,9 @@ class Model:
             fit.effects[self.points[b]] + fit.effects[len(self.points) :].mean()
         )
         difference, error = float(contrast @ fit.effects), math.sqrt(variance)
+        # Equal values differ by the rounding of floating-point numbers only.
+        if abs(difference) < 1e-12 * max(abs(self.middle), float(np.abs(fit.effects).max())):
+            difference = 0.0
         plain = self.plain.compare(a, b) if self.plain else None
         return Estimate(
             a,
