@@ -30,7 +30,7 @@ compare: $(VENV)/runtime ## DP against DDP on this machine's GPUs, with a report
 tune: $(VENV)/runtime ## find the fastest precision, memory format, compiling, workers, threads and batch for a model here
 	$(BIN)/python train.py -m experiment=tune $(ARGS)
 
-verdict: $(VENV)/runtime ## test if the working tree is better than a commit (BASE=main ARGS="… sweep.repeats=8")
+verdict: $(VENV)/runtime ## test if the working tree is better than a commit (BASE=main ARGS="…")
 	$(BIN)/python scripts/verdict.py base=$(BASE) $(ARGS)
 
 test: $(VENV)/development ## run the tests, without the slow ones

@@ -1,9 +1,10 @@
 """Test if a change of the code is better: `python scripts/verdict.py base=<commit> [head=<commit>]
-[key=value …] sweep.repeats=8`.
+[key=value …]`.
 
 The script trains the code of the commits `base` and `head` with the same seeds, and compares the
-metric and images/s. Without head=, it trains the working tree. It takes the keys of train.py;
-`sweep.resume=<folder>` continues. Exit code: 0 head is better, 3 no difference shown, 4 head is
+metric and images/s. It adds seeds until it can decide, at most sweep.max_repeats. Without head=, it
+trains the working tree. It takes the keys of train.py; the same command again continues, and so
+does `sweep.resume=<folder>`. Exit code: 0 head is better, 3 equal or no difference shown, 4 head is
 worse, 2 a wrong argument, 1 jobs failed.
 """
 
@@ -27,7 +28,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--base", help="commit to compare with")
     parser.add_argument("--head", help="commit with the change (default: the working tree)")
     parser.add_argument("--on", choices=("metric", "speed"), default="metric", help="what decides")
-    parser.add_argument("--ledger", choices=("new",), help="start a new ledger of this base")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     arguments = parser.parse_intermixed_args(argv)
 
@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
         if arguments.base is None:
             code, values = resume_verdict(arguments.overrides)
         else:
-            options = arguments.head, arguments.on, arguments.ledger == "new"
-            code, values = start_verdict(arguments.overrides, arguments.base, *options)
+            code, values = start_verdict(
+                arguments.overrides, arguments.base, arguments.head, arguments.on
+            )
     if arguments.json:
         print(json.dumps(values, indent=2))
     return code

@@ -175,7 +175,19 @@ class ClusterConfig:
 class SweepConfig:
     """Settings of a sweep. They are read with --multirun only."""
 
-    repeats: int = key(1, ge=1, help="Blocks that run every point once, with new seeds.")
+    repeats: int | str = key(
+        "auto",
+        ge=1,
+        help="Blocks that run every point once, with new seeds; auto: 1, in a verdict as many as "
+        "it needs.",
+    )
+    max_repeats: int = key(12, ge=4, le=1000, help="Most repeats of a verdict with repeats=auto.")
+    smallest: float | None = key(
+        None,
+        gt=0,
+        help="Largest difference of equal versions in a verdict, in points of a proportion, else "
+        "in percent; null: it does not decide if they are equal.",
+    )
     smallest_difference: float = key(
         0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
     )
@@ -191,6 +203,11 @@ class SweepConfig:
     tune: list[str] = key(
         [], help="Settings to try for speed, each as overrides; see experiment=tune."
     )
+
+    @property
+    def num_repeats(self) -> int:
+        """Number of repeats of a sweep, which cannot stop by itself."""
+        return 1 if self.repeats == "auto" else int(self.repeats)
 
 
 @dataclass

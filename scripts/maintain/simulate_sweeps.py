@@ -109,6 +109,8 @@ class Verdict:
     covered: float
     # 1 if the interval of the stated value contains the true one, else 0; NaN without an interval.
     value_covered: float
+    # Share of the intervals of differences that contain the true difference; NaN without intervals.
+    all_covered: float
     # Mean of all values of the sweep. It is computed only if the true value is estimated by the
     # mean over many sweeps, else it is 0.
     level: float
@@ -126,15 +128,22 @@ def judge(sweep: Sweep) -> Verdict:
         return float(truth[int(label.partition("=")[2])])
 
     false = False
+    inside = []
     for contrast in group.contrasts:
         between = true(contrast.a) - true(contrast.b)
         low, high = contrast.interval
         false |= (low > 0 and between <= 0) or (high < 0 and between >= 0)
+        if contrast.low is not None:
+            inside.append(low <= between <= high)
     best_value = float(max(sweep.sign * truth))
     named = lead.point is not None and lead.point != group.baseline
     falsely = named and sweep.sign * (true(str(lead.point)) - true(group.baseline)) <= 0
     if lead.point == group.baseline:
         falsely |= best_value > sweep.sign * true(group.baseline)
+    for finding in lead.findings:
+        if finding.kind == "better_without":
+            label = finding.numbers["setting"]["label"]
+            falsely |= sweep.sign * (true(label) - true(group.baseline)) <= 0
     best = {s.label for s in group.alive if math.isclose(sweep.sign * true(s.label), best_value)}
     false |= not best & group.may_be_best
     chosen = lead.point or group.highest
@@ -144,8 +153,7 @@ def judge(sweep: Sweep) -> Verdict:
     difference = covered = math.nan
     if named and lead.contrast is not None and lead.contrast.effect is not None:
         of_pair = of_page - true(group.baseline)
-        stated_difference = lead.contrast.effect if lead.difference is None else lead.difference
-        difference = sweep.sign * (stated_difference - of_pair) / sweep.error
+        difference = sweep.sign * (lead.contrast.effect - of_pair) / sweep.error
         covered = float(lead.contrast.interval[0] <= of_pair <= lead.contrast.interval[1])
     scale = sweep.sign / sweep.error
     value_covered = math.nan
@@ -153,7 +161,10 @@ def judge(sweep: Sweep) -> Verdict:
         value_covered = float(lead.value_interval[0] <= of_page <= lead.value_interval[1])
     level = float(sweep.values.mean()) * scale if sweep.truth is None else 0.0
     errors = (stated * scale, (mean - of_page) * scale, difference)
-    return Verdict(named, falsely, false or falsely, *errors, covered, value_covered, level)
+    all_covered = float(np.mean(inside)) if inside else math.nan
+    return Verdict(
+        named, falsely, false or falsely, *errors, covered, value_covered, all_covered, level
+    )
 
 
 # Functions that simulate a sweep from a random generator.
@@ -291,6 +302,32 @@ def heavy_tailed(draw: np.random.Generator, rate: float = 0) -> Sweep:
     return blocks_of_seeds(draw, [0] * 10, 5, noise=noise)
 
 
+def large(
+    draw: np.random.Generator,
+    means: Sequence[float],
+    spread: Sequence[float],
+    seeds: int = 5,
+    images: int = 0,
+    metric: str = "val/acc",
+) -> Sweep:
+    """Simulate settings with large differences and their own noise.
+
+    `means`: true value of each setting. `spread`: standard deviation of a run of each setting,
+    relative to the mean for a loss. `images`: if positive, the noise is that of new images instead.
+    """
+    truth = np.array(means)
+    shape = len(truth), seeds
+    noise = draw.standard_normal(shape) * np.array(spread)[:, None]
+    if images:
+        values = draw.binomial(images, truth[:, None], shape) / images
+    elif metric == "val/loss":
+        values = truth[:, None] * np.exp(noise - np.square(spread)[:, None] / 2)
+    else:
+        values = np.clip(truth[:, None] + noise, 0, 1)
+    error = float(max(values.std(axis=1).mean(), 1e-3)) / math.sqrt(seeds)
+    return Sweep(values[:, None, :], truth, error, {}, metric, samples=images or None)
+
+
 def setting_by_fold(
     draw: np.random.Generator, count: int, folds: int, seeds: int, interaction: float
 ) -> Sweep:
@@ -385,7 +422,36 @@ def rows() -> dict[str, Make]:
         **_limit_rows(),
         **_outlier_rows(),
         **_fold_rows(),
+        **_large_rows(),
     }
+
+
+def _large_rows() -> dict[str, Make]:
+    table: dict[str, Make] = {
+        f"2x{seeds} 60 against 98 %": partial(
+            large, means=[0.6, 0.98], spread=[0.03, 0.003], seeds=seeds
+        )
+        for seeds in (3, 5, 10)
+    }
+    nine = [0.6] * 9 + [0.98], [0.03] * 9 + [0.003]
+    shares = {
+        "10x5 nine at 60, one at 98 %": nine,
+        "10x5 nine at 98, baseline at 60 %": (nine[0][::-1], nine[1][::-1]),
+        "2x5 60 against 70 %": ([0.6, 0.7], [0.02, 0.02]),
+        "2x5 90 against 98 %": ([0.9, 0.98], [0.01, 0.003]),
+        "2x5 98 against 60 %": ([0.98, 0.6], [0.003, 0.03]),
+    }
+    for name, (means, spread) in shares.items():
+        table[name] = partial(large, means=means, spread=spread)
+    for of_baseline, of_other in ((0.95, 0.99), (0.95, 1.0), (0.98, 1.0), (0.9, 0.95)):
+        table[f"2x5 binomial n=270 {of_baseline} against {of_other}"] = partial(
+            large, means=[of_baseline, of_other], spread=[0, 0], images=270
+        )
+    for count, of_other in ((2, 0.5), (2, 0.1), (10, 0.1)):
+        table[f"{count}x5 loss 1.0 against {of_other}"] = partial(
+            large, means=[1.0] * (count - 1) + [of_other], spread=[0.1] * count, metric="val/loss"
+        )
+    return table
 
 
 def _textbook_rows() -> dict[str, Make]:
@@ -518,6 +584,7 @@ def _outlier_rows() -> dict[str, Make]:
         "10x5 loss equal, 5% of all runs diverged to 2.3": partial(losses, rate=0.05)
     }
     for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0)):
+        table[f"10x5 loss equal, one seed of {name} diverged"] = partial(losses, diverged=[setting])
         table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(
             losses, winner=5, diverged=[setting]
         )
@@ -580,7 +647,7 @@ COLUMNS = (
         "plain bias",
         "value bias if named",
     ),
-    *("difference bias if named", "covered if named", "value covered"),
+    *("difference bias if named", "covered if named", "value covered", "differences covered"),
 )
 
 
@@ -614,7 +681,11 @@ def line(name: str, sweeps: int) -> str:
         known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
         offset = 0.0 if key == "difference" else level
         cells.append(f"{np.mean(known) - offset:+.2f}" if known else "—")
-    for members, key in ((named, "covered"), (verdicts, "value_covered")):
+    for members, key in (
+        (named, "covered"),
+        (verdicts, "value_covered"),
+        (verdicts, "all_covered"),
+    ):
         known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
         cells.append(f"{100 * np.mean(known):.1f}" if known else "—")
     return f"| {name} | {' | '.join(cells)} |"

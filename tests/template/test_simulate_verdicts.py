@@ -1,46 +1,69 @@
-"""Error rate of verdicts on invented runs. docs/dev/report_method.md shows the results of larger
-simulations with scripts/maintain/simulate_verdicts.py.
+"""Error rate, cost and power of verdicts on invented runs. docs/dev/report_method.md shows the
+results of larger simulations with scripts/maintain/simulate_verdicts.py.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 
 from scripts.maintain.simulate_verdicts import (
-    SEEDS,
-    count_equal,
-    count_false_families,
+    FIRST,
+    LIMIT,
+    ROWS,
+    decide_all,
     most_false,
-    power,
+    records,
+    row,
 )
+from timm_parallel.lab.analysis.sequential import LEVEL, levels
+from timm_parallel.lab.analysis.verdict import BASE, BETTER, HEAD, WORSE, Record, judge
 
 
-@pytest.mark.parametrize(
-    "verdicts",
-    [pytest.param(200), pytest.param(1000, marks=pytest.mark.nightly)],
-)
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_verdict_rarely_calls_equal_code_better_or_worse(verdicts: int, seeds: int) -> None:
-    word, table = count_equal(verdicts, seeds)
-    assert word <= table <= most_false(verdicts) * verdicts
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize(
-    "families",
-    [pytest.param(60), pytest.param(500, marks=pytest.mark.nightly)],
-)
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_twenty_successive_verdicts_on_equal_code_are_rarely_false(
-    families: int, seeds: int
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("name", ROWS)
+def test_verdict_that_may_stop_after_each_pair_is_rarely_false_and_its_interval_holds(
+    name: str,
 ) -> None:
-    assert count_false_families(families, seeds) <= most_false(families) * families
+    series = 4000
+    false, pairs, one_sd, two_sd, _, covered = row(name, ROWS[name], series)
+    assert false <= most_false(series)
+    assert covered >= 1 - most_false(series)
+    assert pairs <= (7.0 if "diverge" in name else 5.5)
+    if name == "normal":
+        # Eight pairs, a fixed number, find one standard deviation in 24 of 100 cases.
+        assert one_sd >= 0.23 and two_sd >= 0.85
 
 
-def test_early_verdict_on_a_base_detects_a_large_difference_more_often_than_a_late_verdict() -> (
-    None
-):
-    first, fifth, twentieth = (power(100, (number, 8, 3)) for number in (1, 5, 20))
-    assert first >= 0.95
-    assert first > fifth > twentieth
+@pytest.mark.parametrize("name", ["normal", "20 % of runs diverge", "99.6 % of 270 images"])
+@pytest.mark.parametrize("difference", [0, 2])
+def test_simulated_verdict_ends_like_the_function_that_decides(name: str, difference: int) -> None:
+    count = 8
+    series = ROWS[name](np.random.default_rng(3), count, difference=difference)
+    outcome = decide_all(series)
+    words = {BETTER: 1, WORSE: -1}
+    for number in range(count):
+        for pairs in range(FIRST, LIMIT + 1):
+            verdict = judge(records(series, number, pairs), Record(BASE, HEAD, 1))
+            if not verdict.is_open:
+                break
+        assert words.get(verdict.word, 0) == outcome.words[number]
+        assert pairs == outcome.pairs[number]
+
+
+def test_more_pairs_after_a_stop_do_not_make_verdicts_false() -> None:
+    outcome = decide_all(ROWS["normal"](np.random.default_rng(1), 10_000), persists=True)
+    assert float((outcome.words != 0).mean()) <= most_false(10_000)
+    assert float(outcome.pairs.mean()) > 11
+
+
+@pytest.mark.parametrize("limit", [FIRST, 12, 30])
+def test_levels_of_all_stops_together_are_the_level(limit: int) -> None:
+    draw = np.random.default_rng(2).standard_normal((20_000, limit))
+    table = levels(limit)
+    assert list(table) == list(range(FIRST, limit + 1))
+    false = np.zeros(len(draw), bool)
+    for pairs, level in table.items():
+        false |= ttest_1samp(draw[:, :pairs], 0, axis=1).pvalue <= level
+    assert false.mean() == pytest.approx(LEVEL, abs=0.003)

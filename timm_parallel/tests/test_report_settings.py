@@ -155,7 +155,10 @@ def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_c
         True,
         False,
     ]
-    assert lead["sentence"] in html and lead["command"] in markdown
+    # The expected value has its own paragraph.
+    first, expect, rest = lead["sentence"].partition(" Expect")
+    assert expect and f'<p class="lead">{first}<br>' in html and f"<p>Expect{rest}</p>" in html
+    assert lead["command"] in markdown
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
 
 
@@ -245,7 +248,6 @@ def test_report_does_not_compare_settings_whose_code_defines_the_metric_differen
 
 
 def test_first_sentence_states_the_difference_of_the_table(tmp_path: Path) -> None:
-    """The setting that is best in the other seeds varies, so the corrected difference is lower."""
     sweep = Sweep(tmp_path / "s")
     values = {"0.001": [0.40, 0.42, 0.44], "0.003": [0.60, 0.66, 0.60], "0.01": [0.62, 0.59, 0.64]}
     for rate, accuracies in values.items():
@@ -256,10 +258,13 @@ def test_first_sentence_states_the_difference_of_the_table(tmp_path: Path) -> No
                 "seed": seed,
             }
             add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": accuracy})
-    lead = read(sweep.write())[2]["lead"]
-    difference = lead["contrast"]["difference"]
-    assert findings(lead)["better"]["contrast"]["difference"] == difference
-    assert difference - lead["difference"] > 0.01
+    plain = read(sweep.write())[2]
+    lead = plain["lead"]
+    contrast = lead["contrast"]
+    assert findings(lead)["better"]["contrast"]["difference"] == contrast["difference"]
+    means = {setting["label"]: setting["mean"] for setting in plain["settings"][0]["settings"]}
+    assert contrast["difference"] == pytest.approx(means[contrast["a"]] - means[contrast["b"]])
+    assert "difference" not in lead
 
 
 def test_report_compares_the_accuracy_of_settings_even_when_runs_were_disturbed(
@@ -304,6 +309,79 @@ def test_report_counts_the_seeds_without_which_another_setting_would_be_chosen(
     expected = findings(read(sweep.write())[2]["lead"])["expected"]
     # Without the third seed, 0.003 is chosen instead of 0.01, which has the best mean.
     assert (expected["others"], expected["count"]) == (1, 3)
+
+
+def of_values(
+    folder: Path, values: dict[str, list[float]], metric: str = "val/loss", first_seed: int = 0
+) -> Sweep:
+    """Build the files of a sweep over optim.lr from the value of each learning rate and seed."""
+    sweep = Sweep(folder)
+    for rate, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds, start=first_seed):
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
+            val = {metric.partition("/")[2]: value}
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val=val)
+    return sweep
+
+
+NEAR = [0.31, 0.29, 0.30, 0.305, 0.295]
+BELOW = [0.24, 0.238, 0.242, 0.239, 0.241]
+
+
+def test_report_states_no_expected_value_outside_of_the_runs_of_the_named_setting(
+    tmp_path: Path,
+) -> None:
+    """Without the wildly better third seed of 0.01, 0.003 is best, so the corrected value is partly
+    that of other settings.
+    """
+    values = {"0.001": NEAR, "0.003": BELOW, "0.01": [0.30, 0.29, 0.0001, 0.31, 0.295]}
+    lead = read(of_values(tmp_path / "s", values).write())[2]["lead"]
+    expected = findings(lead)["expected"]
+    assert expected["others"] == 1 and expected["count"] == 5
+    own = values[lead["point"].partition("=")[2]] if lead["point"] else values["0.01"]
+    assert lead["value"] is None or min(own) <= lead["value"] <= max(own)
+
+
+def test_report_with_a_diverged_baseline_states_what_is_better_without_that_run(
+    tmp_path: Path,
+) -> None:
+    values = {"0.001": [*NEAR[:4], 2.3], "0.003": BELOW, "0.01": NEAR}
+    lead = read(of_values(tmp_path / "s", values).write())[2]["lead"]
+    found = findings(lead)
+    assert lead["point"] is None and "better" not in found
+    without = found["better_without"]
+    assert without["setting"]["label"] == "optim.lr=0.003" and len(without["runs"]) == 1
+    contrast = without["contrast"]
+    assert contrast["n"] == 4 and contrast["high"] < 0
+    assert contrast["difference"] == pytest.approx(-0.0613, abs=0.001)
+    whole = read(of_values(tmp_path / "t", values | {"0.001": NEAR}).write())[2]["lead"]
+    assert "better_without" not in findings(whole)
+
+
+def test_report_on_seeds_that_were_added_in_a_second_sweep_has_a_note(tmp_path: Path) -> None:
+    first = of_values(tmp_path / "s", {"0.001": NEAR, "0.003": NEAR[::-1]})
+    more = of_values(tmp_path / "t", {"0.001": NEAR, "0.003": NEAR[::-1]}, first_seed=5)
+    assert "extended" not in findings(read(first.write())[2]["lead"])
+    assert findings(read(first.folder, more.write())[2]["lead"])["extended"] == {"sweeps": 2}
+    other = of_values(tmp_path / "u", {"0.01": NEAR})
+    assert "extended" not in findings(read(first.folder, other.write())[2]["lead"])
+
+
+def test_report_names_no_setting_that_has_one_seed(tmp_path: Path) -> None:
+    values = {"0.001": NEAR, "0.003": BELOW[:1], "0.01": NEAR[::-1]}
+    plain = read(of_values(tmp_path / "s", values).write())[2]
+    assert compared(plain)["optim.lr=0.003"]["verdict"] == "not measurable"
+    assert compared(plain)["optim.lr=0.003"]["high"] < 0
+    assert plain["lead"]["point"] is None
+
+
+def test_detectable_difference_allows_for_lost_runs(tmp_path: Path) -> None:
+    sweep = sweep_over_rates(tmp_path / "s")
+    whole = compared(read(sweep.write())[2])["optim.lr=0.01"]
+    lose(sweep, "failed", 2)
+    lost = compared(read(sweep.write())[2])["optim.lr=0.01"]
+    # One of four runs may have had any value from 59.6 to 83.4 %.
+    assert lost["detectable"] > whole["detectable"] + 0.03
 
 
 def test_report_baseline_is_the_first_swept_value_when_jobs_ran_in_another_order(
@@ -672,30 +750,43 @@ def test_report_on_settings_has_plots_of_values_and_curves(tmp_path: Path) -> No
     assert len(list(csv.DictReader((folder / "1_values.csv").open(encoding="utf-8")))) == 12
 
 
-def test_accuracy_difference_and_its_interval_are_computed_with_the_arcsine_transform() -> None:
-    scale = proportion_scale()
+def test_accuracy_difference_and_its_interval_are_those_of_the_paired_t_test_in_points() -> None:
     rows = [("a", block, value) for block, value in enumerate((0.90, 0.92, 0.94))]
     rows += [("b", block, value) for block, value in enumerate((0.80, 0.83, 0.86))]
-    [contrast] = decide(estimate(rows, [("a", "b")], scale))
-    angles = {
-        name: np.arcsin(np.sqrt([value for of, _, value in rows if of == name])) for name in "ab"
-    }
-    level = angles["b"].mean()
-    expected = np.sin(angles["a"].mean()) ** 2 - np.sin(level) ** 2
-    assert contrast.effect == pytest.approx(expected)
+    [contrast] = decide(estimate(rows, [("a", "b")], proportion_scale()))
+    assert contrast.effect == pytest.approx(0.09)
     # With three repeats, the t distribution has 2 degrees of freedom. Its 97.5 % quantile is 4.303.
-    reach = 4.302653 * (angles["a"] - angles["b"]).std(ddof=1) / math.sqrt(3)
-    shift = angles["a"].mean() - level
-    ends = [np.sin(level + shift + side * reach) ** 2 - np.sin(level) ** 2 for side in (-1, 1)]
-    assert (contrast.low, contrast.high) == pytest.approx(tuple(ends))
+    reach = 4.302653 * np.std([0.10, 0.09, 0.08], ddof=1) / math.sqrt(3)
+    assert (contrast.low, contrast.high) == pytest.approx((0.09 - reach, 0.09 + reach))
+    assert contrast.detectable == pytest.approx(reach * (1 + 1.06066 / 4.302653), rel=1e-4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_interval_in_points_excludes_equality_only_if_the_arcsine_interval_does(sign: int) -> None:
+    """Near 100 %, equal steps of accuracy are unequal steps of the arcsine of its square root."""
+    draw = np.random.default_rng(3)
+    disagreed = 0
+    for _ in range(300):
+        shares = draw.binomial(50, [[0.9], [0.99]], (2, 3)) / 50
+        pair = {"a": shares[0], "b": shares[1]} if sign > 0 else {"b": shares[0], "a": shares[1]}
+        rows = [(name, block, float(v)) for name in pair for block, v in enumerate(pair[name])]
+        [e] = estimate(rows, [("a", "b")], proportion_scale())
+        [contrast] = decide([e])
+        if e.plain is not None and contrast.low is not None and contrast.high is not None:
+            on_scale, in_points = (
+                low > 0 or high < 0 for low, high in (e.ends(0.05), e.plain.ends(0.05))
+            )
+            disagreed += on_scale != in_points
+            is_shown = contrast.low > 0 or contrast.high < 0
+            assert is_shown <= on_scale
+            assert contrast.effect is not None
+            assert contrast.low <= contrast.effect <= contrast.high
+    assert disagreed > 0
 
 
 def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss() -> None:
-    scale = proportion_scale()
-    level = scale.to(0.9)
-    assert scale.back(level + scale.smallest_shift(level, 0.03)) == pytest.approx(0.903)
-    loss = level_scale(is_positive=True, lower_is_better=True)
-    assert loss.back(loss.to(2.0) - loss.smallest_shift(loss.to(2.0), 0.03)) == pytest.approx(1.94)
+    assert proportion_scale().smallest_shift(0.9, 0.03) == pytest.approx(0.003)
+    assert level_scale(is_positive=True, lower_is_better=True).smallest_shift(2.0, 0.03) == 0.06
 
 
 def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seeds() -> None:

@@ -56,14 +56,16 @@ SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ratio": (1.31, ("31 %",)),
     "number": (11, ("11",)),
     "shared": (2, ("2 seeds",)),
-    "of": (0.05, ("5 %",)),
-    "share": (0.8, ("80 %",)),
+    "false_in_100": (9, ("about 9",)),
+    "minutes": (12.5, ("in 12.5 minutes",)),
+    "smallest": (0.5, ("0.500",)),
+    "is_futile": (True, ("unlikely",)),
     "bytes": (2.0 * 2**30, ("2,048 MiB",)),
     "before": (3.0 * 2**20, ("3.00 MiB",)),
     "seconds": (31.0, ("31.0 s",)),
     "commits": (["0123abc", "4567def"], ("0123abc; 4567def",)),
     "repeats": ("seed", ()),
-    "scale": ("arcsine", ("arcsine scale",)),
+    "sweeps": (3, ("3 sweeps",)),
     "threads": (8, ("8 threads",)),
     "cores": (4, ("4 cores",)),
     "unit": ("proportion", ()),
@@ -93,6 +95,7 @@ OTHER: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
     "not_worse": {"others": ([SETTING] * 2, ("optim.lr=0.02",))},
     "loses_runs": {"runs": ([{"seed": 17, "status": "x"}] * 5, ("seed 17", "1 more"))},
     "far_off": {"runs": ([{"run": "r", "setting": "s", "value": 0.4}], ("r (s): 40.0 %",))},
+    "better_without": {"runs": (["r", "s"], ("r; s",))},
     "edited_seed": {"runs": (["r", "s"], ("r; s",))},
     "unknown_direction": {"runs": (["r", "s"], ("r; s",))},
     "refused": {"base": ("b1", ("b1",)), "head": ("h1", ("h1",))},
@@ -100,6 +103,8 @@ OTHER: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
     "not_measured": {"measure": ("metric", ())},
     "head_is": {"level": (0.02, ("98 % interval",))},
     "no_difference": {"level": (0.02, ("98 % interval",))},
+    "equal": {"level": (0.02, ("98 % interval",))},
+    "number_of_verdict": {"base": ("main (0123abc)", ("main (0123abc)",))},
 }
 OF_RATIO = ("1.27", "1.13", "1.42")
 OF_DIFFERENCE = ("2.7 points lower", "1.3 to 4.2", "7 seeds")
@@ -108,9 +113,11 @@ OF_DIFFERENCE = ("2.7 points lower", "1.3 to 4.2", "7 seeds")
 def samples(kind: Kind) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return a value, and the texts that the sentence must have, for each parameter of a kind."""
     known = SAMPLES | OTHER.get(kind, {})
-    if kind == "best_mean":
+    if kind in ("best_mean", "best_is_baseline"):
         known["contrast"] = (DIFFERENCE, (*OF_DIFFERENCE[:2], "12.3 points"))
-    elif kind in ("better", "baseline_is_best", "head_is", "no_difference"):
+    elif kind == "better_without":
+        known["contrast"] = (DIFFERENCE, OF_DIFFERENCE[:2])
+    elif kind in ("better", "baseline_is_best", "head_is", "equal", "no_difference"):
         known["contrast"] = (DIFFERENCE, OF_DIFFERENCE)
     elif kind == "pair":
         known["contrast"] = (RATIO, ("inconclusive", "12.3 %", "19"))
@@ -166,8 +173,22 @@ def test_sentence_of_a_verdict_states_its_reason(change: dict[str, Any], text: s
     [
         ("best_mean", {"setting": {**SETTING, "lost": {}}}, "lost runs"),
         ("best_mean", {"contrast": DIFFERENCE | {"verdict": "not supported"}}, "smallest_diff"),
-        ("expected", {"value": None}, "one seed cannot"),
-        ("best_is_baseline", {"setting": {**SETTING, "label": "optim.lr=0.9"}}, "baseline itself"),
+        ("expected", {"value": None, "others": 0}, "one seed cannot"),
+        ("expected", {"value": None}, "by chance"),
+        ("no_difference", {"is_futile": False}, "could have shown 12.3 points"),
+        (
+            "no_difference",
+            {"is_futile": False, "contrast": DIFFERENCE | {"detectable": None}},
+            "too few",
+        ),
+        (
+            "best_mean",
+            {
+                "setting": {**SETTING, "lost": {}},
+                "contrast": DIFFERENCE | {"verdict": "not measurable"},
+            },
+            "one seed does not show",
+        ),
     ],
 )
 def test_sentence_depends_on_the_numbers(kind: Kind, change: dict[str, Any], text: str) -> None:

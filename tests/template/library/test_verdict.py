@@ -26,11 +26,12 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.statistics import LEVEL
+from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
     CODE,
+    EQUAL,
     FAILED,
     HEAD,
     METRIC,
@@ -101,8 +102,8 @@ def shifted(difference: float) -> list[float]:
     return [a + difference + 0.002 * math.sin(3 * i) for i, a in enumerate(ACCURACIES)]
 
 
-def verdict_on(runs: Sequence[RunRecord], number: int = 1, on: str = METRIC) -> Verdict:
-    verdict = judge(runs, Record(BASE, HEAD, number, on))
+def verdict_on(runs: Sequence[RunRecord], on: str = METRIC, **record: Any) -> Verdict:
+    verdict = judge(runs, Record(BASE, HEAD, 1, on, **record))
     # Each finding must have the numbers that its sentence needs.
     assert sentences([*verdict.findings, *verdict.notes])
     return verdict
@@ -147,58 +148,110 @@ def _swap(run: RunRecord) -> RunRecord:
     return record_of(other, run.block, value, metric="val/loss")
 
 
-def test_verdict_no_difference_states_the_difference_that_the_seeds_could_have_shown() -> None:
-    verdict = verdict_on(runs_of(ACCURACIES, shifted(0.001)))
+def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_have_shown() -> (
+    None
+):
+    verdict = verdict_on(runs_of(ACCURACIES, shifted(0.001)), repeats=len(ACCURACIES))
     contrast = verdict.contrasts[METRIC]
-    assert verdict.word == NO_DIFFERENCE
+    assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
     assert contrast.detectable is not None and 0 < contrast.detectable < 0.05
     [finding] = verdict.findings
-    assert finding.kind == "no_difference"
+    assert (finding.kind, finding.numbers["is_futile"]) == ("no_difference", False)
     assert finding.numbers["contrast"]["detectable"] == contrast.detectable
-    assert verdict_table(verdict).rows[0]["could have shown"].endswith("points")
 
 
-def test_later_verdict_on_the_same_base_commit_needs_a_larger_difference() -> None:
-    runs = runs_of(ACCURACIES, shifted(0.0035))
-    assert verdict_on(runs, number=1).word == BETTER
-    assert verdict_on(runs, number=20).word == NO_DIFFERENCE
+def test_verdict_does_not_decide_before_the_fourth_pair() -> None:
+    for pairs in range(1, FIRST):
+        verdict = verdict_on(runs_of(ACCURACIES[:pairs], shifted(0.1)[:pairs]))
+        assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, True)
+        assert verdict.contrasts[METRIC].low is None
+    runs = runs_of(ACCURACIES[:FIRST], shifted(0.1)[:FIRST])
+    assert (verdict_on(runs).word, verdict_on(runs).is_open) == (BETTER, False)
 
 
-def test_significance_levels_of_all_verdicts_on_one_base_commit_add_up_to_the_total_level() -> None:
-    records = [Record(BASE, HEAD, number) for number in range(1, 10_001)]
-    total = sum(record.level for record in records)
-    assert total <= LEVEL
-    assert total == pytest.approx(LEVEL, rel=1e-3)
-    for record in records[:5]:
-        both = record.level_of(METRIC) + record.level_of(SPEED)
-        assert both == pytest.approx(record.level)
-        assert record.level_of(METRIC) > record.level_of(SPEED)
+def test_verdict_goes_on_while_a_difference_may_be_shown_and_stops_when_it_is_unlikely() -> None:
+    noise = [0.01, -0.006, 0.012, 0.003]
+    base = [0.7] * 4
+    likely = verdict_on(runs_of(base, [0.71 + n for n in noise]))
+    assert (likely.word, likely.is_open) == (NO_DIFFERENCE, True)
+    runs = runs_of(base, [0.698 + n for n in noise])
+    futile = verdict_on(runs)
+    assert (futile.word, futile.is_open) == (NO_DIFFERENCE, False)
+    assert futile.findings[0].numbers["is_futile"]
+    # Asked again, only the limit ends it.
+    assert verdict_on(runs, persists=True).is_open
+    assert not verdict_on(runs, persists=True, max_repeats=4).is_open
+
+
+@pytest.mark.parametrize(("smallest", "word"), [(1.0, EQUAL), (0.1, NO_DIFFERENCE)])
+def test_verdict_is_equal_when_the_whole_interval_is_within_sweep_smallest(
+    smallest: float, word: str
+) -> None:
+    verdict = verdict_on(runs_of(ACCURACIES, shifted(0.0)), smallest=smallest)
+    assert verdict.word == word
+    low, high = verdict.contrasts[METRIC].interval
+    assert (max(-low, high) <= smallest / 100) == (word == EQUAL)
+
+
+def test_verdict_on_code_that_computes_the_same_stops_after_four_pairs_without_a_difference() -> (
+    None
+):
+    values = (0.13611, 0.1358, 0.1337, 0.1402)
+    verdict = verdict_on(runs_of(values, values))
+    assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
+    assert verdict.contrasts[METRIC].effect == 0.0
+
+
+def test_verdict_on_speed_is_equal_within_percent_of_base() -> None:
+    runs = [record_of(c, i, a) for c in (BASE, HEAD) for i, a in enumerate(ACCURACIES)]
+    for place, run in enumerate(runs):
+        run.result["throughput.images_per_sec"] *= 1 + 0.002 * math.sin(5 * place)
+    assert verdict_on(runs, on=SPEED, smallest=2.0).word == EQUAL
+
+
+def test_record_counts_the_series_that_contain_a_false_verdict() -> None:
+    shares = [Record(BASE, HEAD, number).false_in_100 for number in (1, 5, 20)]
+    assert shares == [2, 10, 33]
+
+
+def lost_runs(code: str, status: str, *blocks: int) -> list[RunRecord]:
+    """Build the runs of six repeats, of which those of one version are lost in some repeats."""
+    runs = runs_of(ACCURACIES, shifted(0.0))
+    return [
+        record_of(code, run.block, None, status=status)
+        if (run.config[CODE], run.block) in {(code, block) for block in blocks}
+        else run
+        for run in runs
+    ]
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "not_finite"])
-def test_verdict_is_worse_when_a_run_of_the_new_code_diverges_or_exceeds_memory(
-    status: str,
+@pytest.mark.parametrize(("code", "word"), [(HEAD, WORSE), (BASE, BETTER)])
+def test_verdict_is_decided_when_all_runs_of_one_version_diverge_or_exceed_memory(
+    status: str, code: str, word: str
 ) -> None:
-    head = [record_of(HEAD, i, a) for i, a in enumerate(shifted(0.03)[:-1])]
-    lost = record_of(HEAD, len(ACCURACIES) - 1, None, status=status)
-    verdict = verdict_on([*runs_of(ACCURACIES, []), *head, lost])
-    assert verdict.word == WORSE
+    verdict = verdict_on(lost_runs(code, status, *range(6)))
+    assert verdict.word == word
     [finding] = verdict.findings
-    seeds = [{"seed": lost.seed, "status": status.replace("_", " ")}]
+    seeds = [{"seed": seed, "status": status.replace("_", " ")} for seed in range(6)]
     assert (finding.kind, finding.numbers["runs"]) == ("loses_runs", seeds)
+
+
+def test_verdict_is_open_when_some_runs_of_the_new_code_diverge() -> None:
+    """One diverged run of six is no evidence: it may as well have been one of base."""
+    for count in (1, 3, 5):
+        verdict = verdict_on(lost_runs(HEAD, "not_finite", *range(count)), persists=True)
+        assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, True)
+
+
+def test_verdict_never_calls_code_better_that_loses_runs() -> None:
+    head = [*shifted(0.1)[:-1], None]
+    assert verdict_on(runs_of(ACCURACIES, head)).word == NO_DIFFERENCE
 
 
 def test_verdict_is_no_difference_when_the_same_seed_diverges_in_both_versions() -> None:
     lost = [*ACCURACIES[:-1], None]
     assert verdict_on(runs_of(lost, lost)).word == NO_DIFFERENCE
-
-
-def test_verdict_is_worse_when_all_runs_of_the_new_code_diverge() -> None:
-    assert verdict_on(runs_of(ACCURACIES, [None] * len(ACCURACIES))).word == WORSE
-
-
-def test_verdict_is_no_difference_when_only_runs_of_the_base_commit_diverge() -> None:
-    assert verdict_on(runs_of([None] * len(ACCURACIES), ACCURACIES)).word == NO_DIFFERENCE
 
 
 @pytest.mark.parametrize(("status", "word"), [("failed", FAILED), ("waiting", UNKNOWN)])
@@ -252,7 +305,7 @@ def test_verdict_does_not_compare_the_speed_of_concurrent_runs() -> None:
     assert verdict.findings == (Finding("not_measured", {"measure": SPEED}),)
     assert verdict.notes[-1] == Finding("speed_next_to_jobs", {"count": 6, "runs": 12})
     waiting = [record_of(BASE, 0, 0.7, result={"flags": ["load"]})]
-    assert kinds(verdict_on(waiting).notes) == ["level_of_verdict"]
+    assert kinds(verdict_on(waiting).notes) == ["number_of_verdict"]
 
 
 def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_machine() -> None:
@@ -285,7 +338,8 @@ given = {key: value.strip("'") for key, _, value in words}
 if "refuse" in settings:
     sys.exit("train.py: " + settings["refuse"])
 if "--cfg" in given:
-    print(json.dumps({"checkpoint": {"metric": settings.get("metric", "val/acc")}}))
+    composed = settings.get("composed", settings.get("metric", "val/acc"))
+    print(json.dumps({"checkpoint": {"metric": composed}}))
     sys.exit()
 if "resume" in given:
     folder = Path(given["resume"])
@@ -498,18 +552,55 @@ def test_verdict_changes_neither_the_working_tree_nor_the_git_repository(
 def test_verdicts_are_numbered_separately_for_each_base_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = [run(capsys, "sweep.repeats=2")[1]["number"] for _ in range(2)]
+    numbers = [run(capsys, "sweep.repeats=2", f"seed={seed}")[1]["number"] for seed in (1, 2)]
     write_settings(repository, accuracy=0.8)
     git(repository, "commit", "-qam", "Second")
     _, other = run(capsys, "sweep.repeats=2")
     _, third = run(capsys, "sweep.repeats=2", "base=main~1")
-    _, new = run(capsys, "sweep.repeats=2", "base=main~1", "ledger=new")
-    _, next_one = run(capsys, "sweep.repeats=2", "base=main~1")
     assert [*numbers, other["number"], third["number"]] == [1, 2, 1, 3]
-    assert [new["number"], next_one["number"]] == [1, 2]
-    assert third["level"] == pytest.approx(LEVEL / 12)
+    assert (third["level"], third["false_in_100"]) == (LEVEL, 6)
     ledger = json.loads((repository / "outputs/verdicts.json").read_text())
-    assert sorted(len(entries) for entries in ledger["bases"].values()) == [1, 5]
+    assert sorted(len(entries) for entries in ledger["bases"].values()) == [1, 3]
+
+
+def pairs_of(folder: str) -> int:
+    return len(read_jobs(Path(folder)).jobs) // 2
+
+
+@pytest.mark.slow(seconds=3)
+def test_verdict_without_a_number_of_repeats_stops_when_it_can_decide(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(repository, accuracy=0.6)
+    code, values = run(capsys, "sweep.repeats=auto")
+    assert (code, values["verdict"], pairs_of(values["sweep"])) == (4, WORSE, FIRST)
+
+
+@pytest.mark.slow(seconds=2)
+def test_verdict_compares_the_headline_metric_of_the_task_by_default(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(repository, composed="auto")
+    git(repository, "commit", "-qam", "Second")
+    assert run(capsys, "sweep.repeats=2")[0] == 3
+
+
+@pytest.mark.slow(seconds=4)
+def test_same_verdict_again_adds_pairs_after_it_stopped_and_is_refused_at_its_limit(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("sweep.repeats=auto", "sweep.max_repeats=6")
+    code, first = run(capsys, *options)
+    assert (code, first["verdict"], pairs_of(first["sweep"])) == (3, NO_DIFFERENCE, FIRST)
+    _, again = run(capsys, *options)
+    assert Path(again["sweep"]).samefile(first["sweep"])
+    assert (again["number"], pairs_of(first["sweep"])) == (1, 6)
+    code, refused = run(capsys, *options)
+    assert code == 2 and Path(first["sweep"]).name in refused["error"]
+    # Other seeds, or other code, are another question.
+    assert run(capsys, *options, "seed=100")[1]["number"] == 2
+    write_settings(repository, accuracy=0.6)
+    assert run(capsys, *options)[1]["number"] == 3
 
 
 @pytest.mark.parametrize(
@@ -588,7 +679,7 @@ from pathlib import Path
 from timm_parallel.lab.verdict import versions
 from scripts.verdict import main
 versions.root = lambda: Path(sys.argv[1])
-main(["base=main", "sweep.repeats=3"])
+main(["base=main", "sweep.repeats=auto"])
 """
 
 
@@ -609,13 +700,13 @@ def test_killed_verdict_continues_without_running_finished_jobs_again(
     process.wait()
     done = finished(repository)
     [folder] = repository.glob("outputs/sweeps/*/*")
-    assert 2 <= len(done) < 6
+    assert 2 <= len(done) < 8
     # Change the working tree after the kill. The resumed verdict must use the copies of the code
     # instead.
     write_settings(repository, accuracy=0.1)
     code, values = run(capsys, f"sweep.resume={folder}")
     assert (code, values["number"]) == (0, 1)
-    assert len(finished(repository)) == 6
+    assert len(finished(repository)) == 8
     # A job that ran again would have changed the times of these files.
     assert {path: path.stat().st_mtime_ns for path in done} == done
     write_settings(repository, accuracy=0.8)
@@ -682,11 +773,12 @@ def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_sm
     path.write_text(path.read_text().replace("lr: 3e-3", "lr: 3e-5"))
     before = bytes_of(copy)
     overrides = ["experiment=digits_resnet10t", "train.epochs=3"]
-    overrides += ["sweep.repeats=3"]
+    overrides += ["checkpoint.metric=val/acc"]
     command = [sys.executable, "scripts/verdict.py", "base=main", *overrides, "--json"]
     done = subprocess.run(
         command, cwd=copy, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 4, done.stderr
-    assert json.loads(done.stdout)["verdict"] == WORSE
+    values = json.loads(done.stdout)
+    assert (values["verdict"], pairs_of(values["sweep"])) == (WORSE, FIRST)
     assert bytes_of(copy) == before

@@ -20,10 +20,11 @@ from timm_parallel.lab.analysis.findings import (
     point_numbers,
     setting_numbers,
 )
-from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
+from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
 from timm_parallel.lab.analysis.statistics import (
+    LEVEL,
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
@@ -55,8 +56,6 @@ class Recommendation:
     value: float | None = None
     # 95 % confidence interval of the expected value of the headline metric.
     value_interval: tuple[float, float] | None = None
-    # Expected difference from the baseline, without the bias of choosing the best configuration.
-    difference: float | None = None
     # Findings that a reader of the report must know to rely on the headline result.
     notes: tuple[Finding, ...] = ()
 
@@ -201,7 +200,7 @@ def _recommend_better(group: Group) -> Recommendation:
         return _none_better(group)
     # Take the best of the settings that are shown to be better than the baseline. If there are
     # none, the baseline itself is shown to be best, so compare it with the next one.
-    contrast = max(shown or group.contrasts, key=lambda c: group.scale.sign * (c.effect or 0))
+    contrast = _best(group, shown or group.contrasts)
     chosen = group.named(contrast.a) if shown else baseline
     numbers = {
         "metric": group.metric,
@@ -224,14 +223,14 @@ def _recommend_better(group: Group) -> Recommendation:
 
 def _none_better(group: Group) -> Recommendation:
     highest, baseline = group.named(group.highest), group.named(group.baseline)
-    contrast = group.over_baseline(highest)
     numbers: dict[str, Any] = {
         "metric": group.metric,
         "setting": setting_numbers(highest),
         "baseline": setting_numbers(baseline),
         "repeats": group.unit_of_repeats,
     }
-    if not group.detectable:
+    known = [c for c in group.contrasts if c.detectable is not None]
+    if not known:
         numbers |= {
             "shared": max((contrast.n for contrast in group.contrasts), default=0),
             "most": max(len(setting.values) for setting in group.alive),
@@ -248,12 +247,44 @@ def _none_better(group: Group) -> Recommendation:
             repeats=group.unit_of_repeats,
         )
         return replace(_expect(group, highest, []), findings=(equal,))
-    if contrast is None or contrast.effect is None:
-        detectable = median(group.detectable)
-        best = finding("best_is_baseline", **numbers, detectable=detectable, unit=group.scale.unit)
+    if highest is baseline:
+        # Compare the baseline with the next setting.
+        contrast = _best(group, known)
+        numbers["setting"] = setting_numbers(group.named(contrast.a))
+        best = finding("best_is_baseline", **numbers, contrast=contrast.fields)
     else:
-        best = finding("best_mean", **numbers, contrast=contrast.fields)
-    return _expect(group, highest, [best])
+        of_highest = group.over_baseline(highest)
+        assert of_highest is not None
+        best = finding("best_mean", **numbers, contrast=of_highest.fields)
+    return _expect(group, highest, [best, *_better_without_far_runs(group)])
+
+
+def _best(group: Group, contrasts: Iterable[Contrast]) -> Contrast:
+    return max(contrasts, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
+
+
+def _better_without_far_runs(group: Group) -> Iterable[Finding]:
+    """Yield the best setting that is better than the baseline if runs of the baseline that are far
+    worse than its others, such as diverged ones, do not count.
+    """
+    far = [run for setting, run in _far_off(group) if setting.label == group.baseline]
+    # Two values that are left would say little about the noise of the baseline.
+    if len(group.named(group.baseline).values) - len(far) < 3:
+        return
+    left_out = {(group.baseline, run.config.get(group.members[0].block)) for run in far}
+    rows = [row for row in group.rows[group.metric] if row[:2] not in left_out]
+    rest = replace(group, rows={group.metric: rows})
+    [rest] = with_contrasts([rest], group.smallest_difference) if far else [rest]
+    shown = [contrast for contrast in rest.contrasts if contrast.verdict == SUPPORTED]
+    if far and shown:
+        contrast = _best(group, shown)
+        yield finding(
+            "better_without",
+            runs=[run.name for run in far],
+            metric=group.metric,
+            setting=setting_numbers(group.named(contrast.a)),
+            contrast=contrast.fields,
+        )
 
 
 def _only_setting(group: Group) -> Recommendation:
@@ -279,9 +310,9 @@ def _only_setting(group: Group) -> Recommendation:
 def _expect(
     group: Group, chosen: Configuration, findings: Sequence[Finding], rivals: bool = True
 ) -> Recommendation:
-    """Estimate which value the chosen setting will have in new runs, and its difference from the
-    baseline, without the bias of choosing the best. The estimate is the mean of one value per
-    repeat: that of the setting which is best in all other repeats.
+    """Estimate which value the chosen setting will have in new runs, without the bias of choosing
+    the best. The estimate is the mean of one value per repeat: that of the setting which is best in
+    all other repeats. It is left out if it lies outside of all runs of the chosen setting.
 
     `findings`: findings that come before the estimate. `rivals`: True to add the settings that are
     not shown to be worse.
@@ -297,14 +328,15 @@ def _expect(
         if block in blocks
     ]
     scores = corrected_values(rows, group.scale)
-    value = difference = interval = None
+    value = interval = None
     if scores:
         value = fmean(score for _, score in scores.values())
-        of_baseline = group.named(group.baseline).values
-        pairs = [(score, of_baseline.get(block)) for block, (_, score) in scores.items()]
-        differences = [score - other for score, other in pairs if other is not None]
-        difference = fmean(differences) if differences else None
         interval = _widened(group, chosen, value)
+    others = sum(label != chosen.label for label, _ in scores.values())
+    own = chosen.values.values()
+    if value is not None and others and not min(own) <= value <= max(own):
+        # The value is that of other settings, one of which has a run that is far off.
+        value = interval = None
     expected = finding(
         "expected",
         value=value,
@@ -313,7 +345,7 @@ def _expect(
         settings=len(group.members),
         mean=chosen.mean,
         # In how many repeats another setting is the best of all other repeats.
-        others=sum(label != chosen.label for label, _ in scores.values()),
+        others=others,
         count=len(scores),
         repeats=group.unit_of_repeats,
     )
@@ -323,7 +355,6 @@ def _expect(
         (*findings, expected, *of_rivals),
         value=value,
         value_interval=interval,
-        difference=difference,
     )
 
 
@@ -332,7 +363,8 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
     values that are likely after the correction for choosing the best setting. `value`: the
     corrected value.
     """
-    interval, mean = group.interval(chosen), chosen.mean
+    # Half of the error rate is left for the noise of the correction (Bonferroni).
+    interval, mean = group.interval(chosen, LEVEL / 2), chosen.mean
     if interval is None or mean is None:
         return interval
     low, high = (end - (mean - value) for end in interval)
@@ -368,6 +400,9 @@ def _notes(group: Group) -> Iterable[Finding]:
     ]
     if far:
         yield finding("far_off", runs=far, unit=group.scale.unit)
+    sweeps = {run.sweep for run in group.runs}
+    if len(sweeps) > 1 and any(len({run.sweep for run in s.runs}) > 1 for s in group.members):
+        yield finding("extended", sweeps=len(sweeps))
     if any(len(setting.values) > 1 for setting in group.members):
         if group.unit_of_repeats == "fold":
             yield finding("over_folds")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Kind of numbers in which a comparison is stated: a ratio, a difference of proportions, or a
@@ -53,11 +53,10 @@ class Scale:
         """
         return 1.0 if self.is_ratio else 0.0
 
-    def effect(self, level: float, shift: float) -> float:
-        """Convert `shift`, a difference of transformed values, to a ratio or to a difference in the
-        unit of the measure. `level`: transformed value from which the difference starts.
-        """
-        return self.back(shift) if self.is_ratio else self.back(level + shift) - self.back(level)
+    @property
+    def in_units(self) -> Scale:
+        """The scale of the untransformed values of the measure."""
+        return replace(self, name="identity", to=float, back=float)
 
     def step(self, value: float, size: float) -> float:
         """Return how much the transformed value changes, as a positive number, if `value` changes
@@ -67,18 +66,18 @@ class Scale:
         return next((shift for shift in shifts if math.isfinite(shift)), 0.0)
 
     def smallest_shift(self, level: float, share: float) -> float:
-        """Return the smallest change of the transformed value that counts as a relevant
-        improvement, as a positive number.
+        """Return the smallest relevant improvement as a positive number: on the scale for a ratio,
+        else in the unit of the measure.
 
-        `level`: transformed value before the change. `share`: smallest relevant improvement as a
-        fraction of the value, or of the error rate if the measure is an accuracy. With 0.03, an
-        accuracy of 0.90 must reach 0.903, which is 3 % fewer errors.
+        `level`: value before the change. `share`: smallest relevant improvement as a fraction of
+        the value, or of the error rate if the measure is an accuracy. With 0.03, an accuracy of
+        0.90 must reach 0.903, which is 3 % fewer errors.
         """
         if self.is_ratio:
             return math.log1p(share)
-        value = self.back(level)
-        distance = 1 - value if self.is_proportion and not self.lower_is_better else abs(value)
-        return abs(self.to(value + self.sign * share * distance) - level)
+        return share * (
+            1 - level if self.is_proportion and not self.lower_is_better else abs(level)
+        )
 
 
 def _log(value: float) -> float:

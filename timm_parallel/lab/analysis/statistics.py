@@ -82,6 +82,22 @@ class Estimate:
     # How much lower and how much higher the difference may be because of lost runs, which may have
     # been the worst or the best.
     slack: tuple[float, float] = (0.0, 0.0)
+    # The same difference in the unit of the measure. None if the scale has that unit, or is one of
+    # ratios, which are equal in any unit.
+    plain: Estimate | None = None
+
+    @property
+    def in_units(self) -> Estimate:
+        """The estimate that is printed: in the unit of the measure, or the logarithm of a ratio."""
+        return self.plain or self
+
+    def ends(self, level: float) -> tuple[float, float]:
+        """Return the confidence interval of the difference with the error rate `level`. It allows
+        for lost runs.
+        """
+        assert self.difference is not None
+        reach = float(stdtrit(self.freedom, 1 - level / 2)) * self.error
+        return self.difference - reach - self.slack[0], self.difference + reach + self.slack[1]
 
     @property
     def better(self) -> float:
@@ -106,7 +122,7 @@ class Estimate:
         """
         if self.difference is None:
             return False
-        effect = self.scale.effect(self.level, self.difference) - self.scale.none
+        effect = self.in_units.difference or 0.0
         return self.better > 0 and self.p / 2 <= level and abs(effect) >= self.rounding
 
 
@@ -194,6 +210,13 @@ class Model:
         self, rows: Iterable[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0
     ) -> None:
         self.scale, self.rounding, self.total = scale, rounding, 0
+        rows = list(rows)
+        # The same model in the unit of the measure, for the intervals of a report.
+        self.plain = (
+            None
+            if scale.is_ratio or scale == scale.in_units
+            else Model(rows, scale.in_units, equal_noise, rounding)
+        )
         # Ignore values that the scale cannot transform, such as values <= 0 on a scale of ratios.
         known = [
             (name, block, shift)
@@ -266,8 +289,22 @@ class Model:
             fit.effects[self.points[b]] + fit.effects[len(self.points) :].mean()
         )
         difference, error = float(contrast @ fit.effects), math.sqrt(variance)
+        # Equal values differ by the rounding of floating-point numbers only.
+        if abs(difference) < 1e-12 * max(abs(self.middle), float(np.abs(fit.effects).max())):
+            difference = 0.0
+        plain = self.plain.compare(a, b) if self.plain else None
         return Estimate(
-            a, b, n, difference, error, freedom, noise, self.scale, level, self.rounding
+            a,
+            b,
+            n,
+            difference,
+            error,
+            freedom,
+            noise,
+            self.scale,
+            level,
+            self.rounding,
+            plain=plain,
         )
 
 
@@ -368,42 +405,56 @@ def decide(
 
 
 def _contrast(e: Estimate, level: float, share: float) -> Contrast:
-    if e.difference is None:
-        return Contrast(e.a, e.b, None, None, None, e.n, NOT_MEASURABLE, scale=e.scale)
-    effect = e.scale.effect(e.level, e.difference)
-    if not e.freedom:
-        return Contrast(e.a, e.b, effect, None, None, e.n, INCONCLUSIVE, scale=e.scale)
-    reach = float(stdtrit(e.freedom, 1 - level / 2)) * e.error
-    power = float(stdtrit(e.freedom, POWER)) * e.error
-    shifts = (e.difference - reach - e.slack[0], e.difference + reach + e.slack[1])
-    low, high = (e.scale.effect(e.level, shift) for shift in shifts)
+    unit, scale = e.in_units, e.scale
+    if e.difference is None or unit.difference is None:
+        return Contrast(e.a, e.b, None, None, None, e.n, NOT_MEASURABLE, scale=scale)
+    back = unit.scale.back
+    effect = back(unit.difference)
+    if not e.freedom or not unit.freedom or not level:
+        return Contrast(e.a, e.b, effect, None, None, e.n, INCONCLUSIVE, scale=scale)
+    low, high = map(back, unit.ends(level))
+    if e.plain is not None:
+        # The scale decides if the difference is certain, because its noise is about equal.
+        shares = [end / e.difference if e.difference else 0.0 for end in e.ends(level)]
+        low = _with_sign_of(e.ends(level)[0], low, effect * shares[0])
+        high = -_with_sign_of(-e.ends(level)[1], -high, -effect * shares[1])
     # Extend the interval to the smallest difference that the measure can show, such as one image.
     low, high = min(low, effect - e.rounding), max(high, effect + e.rounding)
-    # Test both directions for a proportion, because a value near 100 % can only fall by that much.
-    signs = (-1, 1) if e.scale.is_proportion else (e.scale.sign,)
-    detectable = max(
-        abs(e.scale.effect(e.level, sign * (reach + power)) - e.scale.none) for sign in signs
-    )
-    smallest = e.scale.smallest_shift(e.level, share)
-    of_interest = abs(e.scale.effect(e.level, e.scale.sign * smallest) - e.scale.none)
-    least, most = sorted(e.scale.sign * (end - e.scale.none) for end in (low, high))
-    if most < of_interest:
+    if scale.is_proportion:
+        low, high = max(low, -1.0), min(high, 1.0)
+    power = float(stdtrit(unit.freedom, 1 - level / 2) + stdtrit(unit.freedom, POWER)) * unit.error
+    detectable = back(power + max(unit.slack)) - scale.none
+    smallest = unit.scale.smallest_shift(unit.level, share)
+    least, most = sorted(scale.sign * (end - scale.none) for end in (low, high))
+    if most < back(smallest) - scale.none:
         verdict = NOT_SUPPORTED
     elif least > 0:
         verdict = SUPPORTED
     else:
         verdict = INCONCLUSIVE
-    needed = _blocks_needed(e, level, smallest) if verdict == INCONCLUSIVE else None
+    needed = _blocks_needed(unit, level, smallest) if verdict == INCONCLUSIVE else None
     return Contrast(
-        e.a, e.b, effect, low, high, e.n, verdict, max(detectable, e.rounding), needed, e.scale
+        e.a, e.b, effect, low, high, e.n, verdict, max(detectable, e.rounding), needed, scale
     )
+
+
+def _with_sign_of(on_scale: float, end: float, instead: float) -> float:
+    """Return the lower end of an interval in the unit of the measure. It is positive only if the
+    lower end on the scale is.
+
+    `instead`: end that has the same relation to the estimate as on the scale, used if the signs of
+    `on_scale` and `end` differ.
+    """
+    if (on_scale > 0) == (end > 0):
+        return end
+    return instead if on_scale > 0 else min(instead, 0.0)
 
 
 def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     """Return the number of repeats that would give a verdict if the estimate stayed the same.
-    Return None if that takes more than MOST_BLOCKS repeats.
+    Return None if that takes more than MOST_BLOCKS repeats, or if lost runs prevent a verdict.
     """
-    margin = max(e.better, smallest - e.better)
+    margin = max(e.better, smallest - e.better) - max(e.slack)
     if margin <= 0:
         return None
     of_a_block = e.freedom / max(e.n - 1, 1)
@@ -419,10 +470,10 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
 
 
 def mean_interval(
-    values: Iterable[float], scale: Scale, rounding: float = 0.0
+    values: Iterable[float], scale: Scale, rounding: float = 0.0, level: float = LEVEL
 ) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of `values`, by Student's t on a scale such
-    as the logarithm. Return None for fewer than two values.
+    """Return the confidence interval of the mean of `values` with the error rate `level`, by
+    Student's t on a scale such as the logarithm. Return None for fewer than two values.
 
     `rounding`: smallest difference that the measure can show. The interval extends at least that
     far below and above the mean.
@@ -431,7 +482,7 @@ def mean_interval(
     if len(shifts) < 2:
         return None
     middle = float(shifts.mean())
-    reach = float(stdtrit(len(shifts) - 1, 1 - LEVEL / 2) * shifts.std(ddof=1)) / math.sqrt(
+    reach = float(stdtrit(len(shifts) - 1, 1 - level / 2) * shifts.std(ddof=1)) / math.sqrt(
         len(shifts)
     )
     mean = scale.back(middle)

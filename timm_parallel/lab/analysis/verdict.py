@@ -1,28 +1,33 @@
-"""Verdict on a change of the code: better, worse, or no difference shown. Runs of the code before
-the change (base) and after it (head) have the same seeds. All functions are pure.
+"""Verdict on a change of the code: better, worse, equal, or no difference shown. Runs of the code
+before the change (base) and after it (head) have the same seeds. All functions are pure.
 
-A test that is repeated often enough finds a difference by chance. So all verdicts on one base share
-the level LEVEL. Verdict number k may be wrong with a chance of LEVEL / (k (k + 1)), which sums to
-LEVEL over all k. This is alpha spending (Foster and Stine, 2008; Tian and Ramdas, 2021), which is
-Bonferroni's correction for an unknown number of tests. It holds for dependent verdicts too.
+Unless the number of seeds is fixed, pairs of runs are added until the test of sequential.py
+decides, or is unlikely to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
 from timm_parallel.lab.analysis.groups import Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
+from timm_parallel.lab.analysis.sequential import (
+    FIRST,
+    LEAST_CHANCE,
+    LEVEL,
+    chance_to_decide,
+    levels,
+)
 from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import (
-    LEVEL,
     NOT_MEASURABLE,
     SMALLEST_DIFFERENCE,
     Contrast,
+    Estimate,
     Summary,
     decide,
     estimate,
@@ -35,10 +40,11 @@ from timm_parallel.record.jobs import UNFINISHED, Job
 CODE, BASE, HEAD = "code", "base", "head"
 # Measures by which a verdict compares two versions of the code.
 METRIC, SPEED = "metric", "speed"
-BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
+BETTER, WORSE, EQUAL, NO_DIFFERENCE = "better", "worse", "equal", "no difference shown"
 FAILED, REFUSED, UNKNOWN = "failed", "refused", "no verdict yet"
-# Share of a verdict's level that the deciding measure gets. The other measure gets the rest.
-DECIDING_SHARE = 0.8
+# A version is worse if it alone lost its runs in all repeats, or in the first so many of those in
+# which one version lost a run. If both lose runs equally often, the chance is 2 % or less.
+LOST_ALONE = 6
 # Keys of result.json that state how much a run computed.
 COMPUTE = ("parameters", "steps", "samples_seen", "flops_per_step")
 
@@ -54,21 +60,33 @@ class Record:
     number: int
     # The measure that decides a verdict: metric or speed.
     on: str = METRIC
+    # Number of repeats. None: as many as the verdict needs, at most `max_repeats`.
+    repeats: int | None = None
+    max_repeats: int = 12
+    # Largest difference between equal versions: in points if the metric is a proportion, else in
+    # percent of base. None if equality is not tested.
+    smallest: float | None = None
+    # True if the verdict was asked for again after it had stopped, so that only the limit ends it.
+    persists: bool = False
+    # Hash of both versions of the code.
+    code: str = ""
     overrides: list[str] = field(default_factory=list)
     # Sentences on differences between base and head that a reader of the report must know.
     notes: list[str] = field(default_factory=list)
-    format: int = 1
+    format: int = 2
 
     @property
-    def level(self) -> float:
-        """Chance that any statement of this verdict is false."""
-        return LEVEL / (self.number * (self.number + 1))
+    def false_in_100(self) -> int:
+        """How many of 100 series of as many verdicts contain a false one, if nothing differs."""
+        return round(100 * (1 - (1 - LEVEL) ** self.number))
 
-    def level_of(self, measure: str) -> float:
-        """Return the chance that the statement of this verdict on one measure, metric or speed, is
-        false.
+    def level_at(self, pairs: int) -> float:
+        """Return the error rate of a test after this number of pairs. It is 0 if there are too few
+        for a verdict.
         """
-        return self.level * (DECIDING_SHARE if measure == self.on else 1 - DECIDING_SHARE)
+        if self.repeats is not None:
+            return LEVEL
+        return levels(self.max_repeats)[pairs] if pairs >= FIRST else 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,8 @@ class Verdict:
     # Measure -> comparison of head with base.
     contrasts: Mapping[str, Contrast]
     groups: list[Group]
+    # True if another pair of runs may decide.
+    is_open: bool
     # Images/s and peak memory in bytes of base and head.
     speeds: tuple[Summary | None, Summary | None]
     peaks: tuple[Summary | None, Summary | None]
@@ -97,7 +117,7 @@ def judge(
     """Decide if the runs of head, the changed code, are better than those of base. `smallest`:
     relative difference below which a difference does not matter.
     """
-    groups = with_contrasts(setting_groups(runs), smallest, {"": record.level_of(METRIC)})
+    groups = setting_groups(runs)
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
     # both alike.
     timed = [
@@ -105,19 +125,29 @@ def judge(
         for run in runs
         if _has_speed(run)
     ]
-    [contrast] = decide(estimate(timed, [(HEAD, BASE)]), smallest, record.level_of(SPEED))
-    contrasts = {SPEED: contrast}
-    if groups and groups[0].contrasts:
+    estimates = {SPEED: estimate(timed, [(HEAD, BASE)])[0]}
+    contrasts = {
+        SPEED: decide([estimates[SPEED]], smallest, record.level_at(estimates[SPEED].n))[0]
+    }
+    if groups and groups[0].pairs[groups[0].metric]:
+        [estimates[METRIC]] = groups[0].estimates(
+            groups[0].metric, groups[0].pairs[groups[0].metric]
+        )
+        level = record.level_at(estimates[METRIC].n)
+        groups = [
+            replace(group, level=LEVEL) for group in with_contrasts(groups, smallest, {"": level})
+        ]
         contrasts[METRIC] = groups[0].contrasts[0]
-    word, findings = _answer(runs, record, contrasts, groups)
+    word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
     old, new = ([r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD))
     return Verdict(
         word,
         record,
         findings,
-        tuple(_notes(runs, record, contrast)),
+        tuple(_notes(runs, record, contrasts[SPEED])),
         contrasts,
         groups,
+        is_open,
         speeds=(_speed(old), _speed(new)),
         peaks=(_peak(old), _peak(new)),
     )
@@ -135,12 +165,11 @@ def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterab
     yield from (finding("noted", text=text) for text in record.notes)
     yield from _not_equal(runs)
     yield finding(
-        "level_of_verdict",
+        "number_of_verdict",
         number=record.number,
-        level=record.level,
-        of=LEVEL,
-        share=DECIDING_SHARE,
-        measure=record.on,
+        base=record.base,
+        level=LEVEL,
+        false_in_100=record.false_in_100,
     )
     crowded = sum(bool(run.neighbours) for run in runs)
     flagged = sum(bool(run.flags) for run in runs)
@@ -188,34 +217,68 @@ def _answer(
     runs: Sequence[RunRecord],
     record: Record,
     contrasts: Mapping[str, Contrast],
+    estimates: Mapping[str, Estimate],
     groups: Sequence[Group],
-) -> tuple[str, tuple[Finding, ...]]:
-    """Return the verdict in one word, and the findings that state it."""
+) -> tuple[str, tuple[Finding, ...], bool]:
+    """Return the verdict in one word, the findings that state it, and True if another pair of runs
+    may change it.
+    """
     if refused := refusal(runs):
-        return REFUSED, (refused,)
+        return REFUSED, (refused,), False
     waiting = sum(run.status in UNFINISHED for run in runs)
     if waiting:
-        return UNKNOWN, (finding("not_ended", count=waiting, jobs=len(runs)),)
+        return UNKNOWN, (finding("not_ended", count=waiting, jobs=len(runs)),), False
     broken = [run for run in runs if run.status == "failed"]
     if broken:
         first = {"run": broken[0].name, "reason": broken[0].reason}
-        return FAILED, (finding("failed", count=len(broken), jobs=len(runs), **first),)
-    lost, of_base = _lost_alone(runs, HEAD), _lost_alone(runs, BASE)
-    if lost and not of_base:
+        return FAILED, (finding("failed", count=len(broken), jobs=len(runs), **first),), False
+    repeats = len({run.block for run in runs})
+    lost = _lost_alone(runs)[:LOST_ALONE]
+    codes = {code_of(run) for run in lost}
+    if len(codes) == 1 and len(lost) >= min(LOST_ALONE, max(repeats, 3)):
+        word = WORSE if HEAD in codes else BETTER
         seeds = [{"seed": run.seed, "status": run.status.replace("_", " ")} for run in lost]
-        return WORSE, (finding("loses_runs", runs=seeds),)
+        return word, (finding("loses_runs", word=word, code=codes.pop(), runs=seeds),), False
+    left = 0 if record.repeats is not None else record.max_repeats - repeats
     contrast = contrasts.get(record.on)
     if contrast is None or contrast.effect is None:
-        return NO_DIFFERENCE, (finding("not_measured", measure=record.on),)
-    word = word_of(contrast)
+        return NO_DIFFERENCE, (finding("not_measured", measure=record.on),), left > 0
+    e = estimates[record.on]
     numbers = {
         "metric": IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
         "contrast": contrast.fields,
-        "level": record.level_of(record.on),
+        "level": LEVEL,
+        "minutes": sum(run.number("seconds.total") or 0.0 for run in runs) / 60,
     }
-    if word == NO_DIFFERENCE:
-        return word, (finding("no_difference", **numbers),)
-    return word, (finding("head_is", word=word, **numbers),)
+    word, margin = word_of(contrast), _margin(record, e)
+    if word != NO_DIFFERENCE:
+        return word, (finding("head_is", word=word, **numbers),), False
+    low, high = (end - contrast.scale.none for end in contrast.interval)
+    unit = contrast.scale
+    if margin is not None and -margin <= low and high <= margin:
+        return (
+            EQUAL,
+            (finding("equal", smallest=record.smallest, unit=unit.unit, **numbers),),
+            False,
+        )
+    is_futile = (
+        left > 0
+        and e.n >= FIRST
+        and not record.persists
+        and chance_to_decide(e, record.max_repeats, e.n + left, margin) < LEAST_CHANCE
+    )
+    numbers |= {"is_futile": is_futile}
+    return word, (finding("no_difference", **numbers),), left > 0 and not is_futile
+
+
+def _margin(record: Record, e: Estimate) -> float | None:
+    """Return the largest difference between equal versions: in the unit of the metric, or as a
+    ratio minus 1. None if equality is not tested.
+    """
+    if record.smallest is None:
+        return None
+    is_share = e.scale.is_ratio or e.scale.is_proportion
+    return record.smallest / 100 * (1.0 if is_share else abs(e.in_units.level))
 
 
 def word_of(contrast: Contrast) -> str:
@@ -229,16 +292,15 @@ def word_of(contrast: Contrast) -> str:
     return BETTER if least > 0 and contrast.verdict != NOT_MEASURABLE else NO_DIFFERENCE
 
 
-def _lost_alone(runs: Sequence[RunRecord], code: str) -> list[RunRecord]:
-    """Return the runs of one version that ran out of memory or had a value that is not finite,
-    while the other version finished the same repeat.
-
-    `code`: the version whose runs are returned, base or head.
+def _lost_alone(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return the runs that ran out of memory or had a value that is not finite, while the other
+    version finished the same repeat, in the order of the repeats.
     """
-    ended = {
-        run.block for run in runs if run.comparable and not run.is_lost and code_of(run) != code
-    }
-    return [r for r in runs if r.lost_by_settings and code_of(r) == code and r.block in ended]
+    runs = list(runs)
+    ended = {(code_of(run), run.block) for run in runs if run.comparable and not run.is_lost}
+    other = {BASE: HEAD, HEAD: BASE}
+    lost = [r for r in runs if r.lost_by_settings and (other[code_of(r)], r.block) in ended]
+    return sorted(lost, key=lambda run: run.block)
 
 
 def _not_equal(runs: Sequence[RunRecord]) -> Iterable[Finding]:

@@ -25,6 +25,7 @@ from timm_parallel.lab.report.collect import read_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Color of texts and lines that becomes the reader's text color: dark on paper, light in dark mode.
 INK, QUIET = "#010101", "#808080"
@@ -131,6 +132,8 @@ def _of_settings(group: Group) -> Iterable[Plot]:
     """
     factor = 100 if group.scale.is_proportion else 1
     name = f"{group.metric}, %" if group.scale.is_proportion else group.metric
+    # On a linear axis, one diverged run would make the losses of all other runs look equal.
+    scale = "log" if group.scale.name == "log" else "linear"
     shown = [setting for setting in group.best(MOST_SETTINGS) if setting.values]
     if len(group.alive) > MOST_SETTINGS:
         shown.sort(key=lambda setting: -group.scale.sign * (setting.mean or 0.0))
@@ -142,10 +145,12 @@ def _of_settings(group: Group) -> Iterable[Plot]:
     runs = pd.DataFrame(rows, columns=["setting", "block", "value"])
     if len(shown) > 1:
         means = _means(group, shown, factor)
-        yield _plot(group, "values", partial(_paint_values, runs=runs, name=name), means, runs)
+        yield _plot(
+            group, "values", partial(_paint_values, runs=runs, name=name, scale=scale), means, runs
+        )
     curves = _curves([s for s in group.best(MOST_LINES) if s.values], group.metric, factor)
     if len(curves) > curves["setting"].nunique():
-        yield _plot(group, "curves", partial(_paint_curves, name=name), curves)
+        yield _plot(group, "curves", partial(_paint_curves, name=name, scale=scale), curves)
 
 
 def _paint_intervals(
@@ -303,7 +308,9 @@ def _means(group: Group, settings: list[Configuration], factor: int) -> pd.DataF
     return pd.DataFrame(rows, columns=["label", "middle", "low", "high"])
 
 
-def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str) -> None:
+def _paint_values(
+    axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str, scale: str
+) -> None:
     labels = list(frame["label"])
     picked = runs[runs["setting"].isin(labels)].assign(
         y=lambda table: table["setting"].map(labels.index)
@@ -312,7 +319,8 @@ def _paint_values(axes: Axes, frame: pd.DataFrame, runs: pd.DataFrame, name: str
         axes.plot(block["value"], block["y"], "-", color=QUIET, alpha=0.35, linewidth=0.7, zorder=1)
     axes.plot(picked["value"], picked["y"], "o", color=COLORS[0], alpha=0.6, markersize=4)
     _paint_intervals(axes, frame, lambda _: ("|", INK))
-    axes.set_xlabel(name)
+    axes.set(xlabel=name, xscale=scale)
+    _label_values(axes.xaxis, scale)
 
 
 def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataFrame:
@@ -336,7 +344,7 @@ def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataF
     return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
 
 
-def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
+def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> None:
     """Draw the learning curve of each setting: its mean, and a band from the smallest to the
     largest value.
     """
@@ -347,8 +355,21 @@ def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str) -> None:
         )
         label = _short(str(setting))
         axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.2, label=label)
-    axes.set(xlabel="step", ylabel=name)
+    axes.set(xlabel="step", ylabel=name, yscale=scale)
     axes.set_xlim(left=0)
+    _label_values(axes.yaxis, scale)
+
+
+def _label_values(axis: Axis, scale: str) -> None:
+    """Label the ticks of a logarithmic axis with plain numbers, because losses of one sweep often
+    lie between two powers of ten.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if scale == "log":
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _set_ticks(axes: Axes, ticks: list[float]) -> None:

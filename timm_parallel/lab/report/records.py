@@ -15,7 +15,7 @@ from timm_parallel.lab.report.contents import Report
 from timm_parallel.lab.report.sentences import sentence, sentences
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
-FORMAT = 5
+FORMAT = 6
 _OF_A_RUN = (
     "status",
     "commit",
@@ -43,7 +43,6 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
                 "point",
                 "value",
                 "value_interval",
-                "difference",
             ),
             "sentence": sentences(lead.findings),
             "notes": [sentence(note) for note in lead.notes],

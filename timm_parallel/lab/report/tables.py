@@ -14,7 +14,15 @@ from timm_parallel.lab.analysis.findings import finding, other_baseline
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
-from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.sequential import LEVEL
+from timm_parallel.lab.analysis.statistics import (
+    INCONCLUSIVE,
+    NOT_MEASURABLE,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    Contrast,
+    Summary,
+)
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
 from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
 from timm_parallel.lab.report.formats import (
@@ -43,6 +51,15 @@ LONGEST_REASON = 240
 # Largest number of settings in a table, the best ones. The file report.json has all.
 MOST_SETTINGS = 60
 VERDICT, DETECTABLE = "better?", "min. detectable difference"
+# Column of the table of a verdict on a code change.
+DIFFERENCE = f"difference ({level_text(LEVEL)})"
+# Verdict on the claim that a setting is better -> cell of the column "better?".
+ANSWERS = {
+    SUPPORTED: "yes",
+    NOT_SUPPORTED: "no",
+    INCONCLUSIVE: "not shown",
+    NOT_MEASURABLE: NOT_MEASURABLE,
+}
 # Columns that are shown as n/a if the devices are threads on CPU, because they say nothing about
 # GPUs.
 _OF_GPUS = (
@@ -151,11 +168,8 @@ def _settings_table(group: Group) -> Table:
         notes.append(other_baseline(group))
     if any(setting.lost for setting in group.members):
         notes.append(finding("mean_of_lost"))
-    if not group.scale.is_ratio and any(
-        _differs_from_means(group, contrast) for contrast in group.contrasts
-    ):
-        repeats = group.unit_of_repeats
-        notes.append(finding("means_on_scale", scale=group.scale.name, repeats=repeats))
+    if len({frozenset(setting.values) for setting in group.alive}) > 1:
+        notes.append(finding("unequal_repeats", repeats=group.unit_of_repeats))
     return Table(
         _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
         caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
@@ -166,13 +180,6 @@ def _settings_table(group: Group) -> Table:
         text_columns=[*group.keys, "setting", VERDICT],
         runs=[setting.runs for setting in shown],
     )
-
-
-def _differs_from_means(group: Group, contrast: Contrast) -> bool:
-    a, b = group.named(contrast.a).mean, group.named(contrast.b).mean
-    if a is None or b is None or contrast.effect is None:
-        return False
-    return abs(contrast.effect - (a - b)) > (0.001 if group.scale.is_proportion else 0.01 * abs(b))
 
 
 def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
@@ -196,7 +203,7 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
         f"{effect} ({level_text(group.level)})": "baseline"
         if is_baseline
         else effect_text(contrast),
-        VERDICT: contrast.verdict if contrast else "",
+        VERDICT: ANSWERS[contrast.verdict] if contrast else "",
         DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
         "memory, MiB": DASH if peak is None else figure(peak / 2**20),
@@ -250,16 +257,13 @@ def verdict_table(verdict: Verdict) -> Table:
         group = verdict.groups[0]
         means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
         texts = [value_text(mean, group.scale.unit) for mean in means]
-        level = verdict.record.level_of(METRIC)
-        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric, level))
+        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric))
     texts = [_summary(speed) for speed in verdict.speeds]
-    level = verdict.record.level_of(SPEED)
-    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed, level))
+    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed))
     old, new = verdict.peaks
     ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
     texts = [_median(peak, 2**-20) for peak in verdict.peaks]
-    memory = _verdict_row("memory, MiB", texts) | {"difference": ratio}
-    rows.append({**dict.fromkeys(rows[0], DASH), **memory})
+    rows.append(_verdict_row("memory, MiB", texts) | {DIFFERENCE: ratio, "verdict": DASH})
     return Table(rows, text_columns=("measure", "verdict"))
 
 
@@ -267,17 +271,13 @@ def _verdict_row(name: str, texts: Sequence[str]) -> dict[str, str]:
     return {"measure": name, BASE: texts[0], HEAD: texts[1]}
 
 
-def _compared(contrast: Contrast, level: float) -> dict[str, str]:
+def _compared(contrast: Contrast) -> dict[str, str]:
     """Return the cells that compare head with base by one measure."""
-    unit, least = contrast.scale.unit, contrast.detectable
     is_known = contrast.effect is not None
+    unit = " points" if contrast.scale.is_proportion and is_known else ""
     return {
-        "difference": effect_text(contrast)
-        + (" points" if unit == "proportion" and is_known else ""),
-        "interval": level_text(level),
+        DIFFERENCE: effect_text(contrast) + unit,
         "verdict": word_of(contrast) if is_known else "not measured",
-        "could have shown": DASH if least is None else size_text(least, unit),
-        "seeds to decide": str(contrast.blocks_needed or DASH),
     }
 
 

@@ -208,7 +208,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             "sweep.dry_run=true: cannot list the trials of a search, because their values are "
             "chosen while the search runs; leave sweep.dry_run out"
         )
-    if config.sweep.repeats != 1:
+    if config.sweep.num_repeats != 1:
         raise ValueError(
             f"sweep.repeats={config.sweep.repeats}: a search does not repeat its trials; leave "
             "sweep.repeats out"

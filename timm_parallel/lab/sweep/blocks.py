@@ -22,7 +22,7 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
     """Raise ValueError if a sweep with repeats also varies the seed, or if sweep.baseline matches
     no configuration.
     """
-    if settings.repeats != 1 and len({point.config.seed for point in points}) > 1:
+    if settings.num_repeats != 1 and len({point.config.seed for point in points}) > 1:
         raise ValueError(
             f"sweep.repeats={settings.repeats}: each repeat gets its own seed, but the sweep also "
             "varies seed; leave sweep.repeats out, or give seed a single value"
@@ -43,7 +43,7 @@ def freeze_jobs(
 
     `order_seed`: seed of the random order, which tests set.
     """
-    repeated = settings.repeats != 1
+    repeated = settings.num_repeats != 1
     jobs = new_jobs(folder)
     if repeated:
         jobs.order_seed = secrets.randbits(32) if order_seed is None else order_seed
@@ -55,7 +55,7 @@ def freeze_jobs(
         )
         freeze_job(folder, first[-1], point)
     append_shuffled(jobs, first, block=0)
-    for _ in range(1, settings.repeats):
+    for _ in range(1, settings.num_repeats):
         append_block(jobs)
     jobs.write()
     return jobs

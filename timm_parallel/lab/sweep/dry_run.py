@@ -50,10 +50,12 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
     machine do not count.
     """
     can_run = sum(not point.reason for point in points)
-    if settings.repeats == 1 or not can_run:
+    if settings.num_repeats == 1 or not can_run:
         return plural(can_run, "run")
     configurations = plural(can_run, "configuration")
-    return f"{can_run * settings.repeats} runs ({configurations} × {settings.repeats} repeats)"
+    return (
+        f"{can_run * settings.num_repeats} runs ({configurations} × {settings.num_repeats} repeats)"
+    )
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ Each version runs its own train.py, and only result.json connects the two.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -13,16 +15,20 @@ from typing import Any
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
+from timm_parallel.keys import Config
 from timm_parallel.lab.analysis.findings import Finding, finding
+from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
     CODE,
+    EQUAL,
     HEAD,
     NO_DIFFERENCE,
     REFUSED,
     WORSE,
     Record,
+    Verdict,
     code_of,
     refusal,
 )
@@ -47,11 +53,10 @@ from timm_parallel.lab.verdict.versions import (
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
-from timm_parallel.task import Task
-from timm_parallel.task_rules import metric_of
+from timm_parallel.task_rules import choose_headline, metric_of
 
 # Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
-EXIT_CODES = {BETTER: 0, REFUSED: 2, NO_DIFFERENCE: 3, WORSE: 4}
+EXIT_CODES = {BETTER: 0, REFUSED: 2, EQUAL: 3, NO_DIFFERENCE: 3, WORSE: 4}
 # Config keys that define the metric. They must be equal in both versions of the code.
 MEANING = ("checkpoint.metric", "train.task")
 REQUIREMENTS = ("requirements.txt", "requirements.lock", "pyproject.toml")
@@ -60,40 +65,75 @@ COPIES = "code"
 # Name and format version of the file in the output folder that lists all verdicts on each base
 # commit.
 LEDGER, LEDGER_FORMAT = "verdicts.json", 1
+# Fields of a record that are equal if the same question is asked again.
+_OF_A_QUESTION = ("code", "on", "repeats", "max_repeats", "smallest", "overrides")
 # Longest time to wait for another verdict that starts at the same time and locks the same file.
 LOCK_SECONDS = 10.0
 
 Values = dict[str, Any]
 
 
-def start_verdict(
-    overrides: list[str], base: str, head: str | None, on: str, is_new: bool
-) -> tuple[int, Values]:
+def start_verdict(overrides: list[str], base: str, head: str | None, on: str) -> tuple[int, Values]:
     """Copy both versions of the code, train each with the same seeds, and decide which is better.
+    Two versions that were compared before, with the same settings, continue their earlier verdict.
     Return (exit code, the dictionary that `--json` prints).
 
     `overrides`: overrides of train.py. `base`: commit before the change. `head`: commit after the
-    change, or None for the working tree. `on`: the measure that decides, metric or speed. `is_new`:
-    True to restart the count of verdicts on this base at 1.
+    change, or None for the working tree. `on`: the measure that decides, metric or speed.
     """
     command = compose_command(parse_command_line(overrides))
     commits = find_commit(BASE, base), head and find_commit(HEAD, head)
-    _check_sweep(command)
+    repeats, sweep = _repeats(command), command.config.sweep
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     try:
         notes = _copy(folder, *commits)
-        _check(folder, overrides, command.config.train.task)
-        outputs = Path(command.config.paths.output_dir)
-        number = _next_number(outputs, commits[0], folder, is_new)
-        names = _name(base, commits[0]), _name(head, commits[1])
-        record = Record(*names, number, on, overrides, notes)
-        write_json(folder / VERDICT, dataclasses.asdict(record))
-        jobs = _new_jobs(folder, overrides, command)
+        record = Record(
+            _name(base, commits[0]),
+            _name(head, commits[1]),
+            number=1,
+            on=on,
+            repeats=repeats,
+            max_repeats=sweep.max_repeats,
+            smallest=sweep.smallest,
+            code=_hash(folder / COPIES),
+            overrides=overrides,
+            notes=notes,
+        )
+        ledger = Ledger(Path(command.config.paths.output_dir), commits[0])
+        earlier = ledger.find(record)
+        if earlier is None:
+            choose_headline(command.config)
+            _check(folder, overrides, command.config)
+            record = dataclasses.replace(record, number=ledger.enter(folder))
+            write_json(folder / VERDICT, dataclasses.asdict(record))
+            jobs = _new_jobs(folder, record, command)
     # Remove the folder after a Ctrl-C too, because a verdict without jobs.json cannot be resumed.
     except BaseException:
         shutil.rmtree(folder)
         raise
+    if earlier is not None:
+        shutil.rmtree(folder)
+        return _ask_again(earlier)
     return VerdictRun(jobs, record, command).conclude()
+
+
+def _ask_again(folder: Path) -> tuple[int, Values]:
+    """Continue a verdict on the same two versions. If it stopped because more pairs were unlikely
+    to decide, add pairs up to the limit. Raises ValueError if it has decided, or cannot go on.
+    """
+    verdict = compare(collect([folder]), [folder]).verdict
+    assert verdict is not None
+    [first, *_] = verdict.findings
+    if first.numbers.get("is_futile"):
+        record = dataclasses.replace(verdict.record, persists=True)
+        write_json(folder / VERDICT, dataclasses.asdict(record))
+    elif verdict.word in EXIT_CODES and not verdict.is_open:
+        raise ValueError(
+            f"{BASE}, {HEAD}: these two versions have a verdict, in {folder}: "
+            f"{sentences(verdict.findings)} Use other seeds, such as seed=100, for another one"
+        )
+    print(f"continues    {folder}")
+    return _continue(folder)
 
 
 def resume_verdict(overrides: list[str]) -> tuple[int, Values]:
@@ -114,6 +154,10 @@ def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
     better. Return (exit code, the dictionary that `--json` prints).
     """
     keys_that_may_change(command, folder)
+    return _continue(folder)
+
+
+def _continue(folder: Path) -> tuple[int, Values]:
     record, jobs = read_record(folder), read_jobs(folder)
     assert record is not None
     for job in jobs.jobs:
@@ -127,19 +171,21 @@ def continue_verdict(folder: Path, command: Command) -> tuple[int, Values]:
     return VerdictRun(jobs, record, command).conclude()
 
 
-def _check_sweep(command: Command) -> None:
-    """Raise ValueError if a verdict cannot have the given settings of a sweep: too few repeats, a
-    cluster, or too many concurrent jobs.
+def _repeats(command: Command) -> int | None:
+    """Return the number of repeats of a verdict, or None if it stops by itself. Raises ValueError
+    if a verdict cannot have the given settings of a sweep: one repeat, a cluster, or too many
+    concurrent jobs.
     """
     repeats, scheduler = command.config.sweep.repeats, command.config.cluster.scheduler
-    if repeats < 2:
+    if repeats == 1:
         raise ValueError(
             f"sweep.repeats={repeats}: a verdict needs runs with 2 seeds or more; use "
-            "sweep.repeats=5"
+            "sweep.repeats=auto"
         )
     if scheduler != "local":
         raise ValueError(f"cluster={scheduler}: a verdict runs on one machine; use cluster=local")
     jobs_at_a_time("sweep.jobs", command.config.sweep.jobs, command.config)
+    return None if repeats == "auto" else int(repeats)
 
 
 def _versions(folder: Path) -> list[Version]:
@@ -171,9 +217,9 @@ def _name(given: str | None, commit: str | None) -> str:
     return commit[:10] if commit.startswith(given) else f"{given} ({commit[:10]})"
 
 
-def _check(folder: Path, overrides: list[str], task: str) -> None:
+def _check(folder: Path, overrides: list[str], config: Config) -> None:
     """Raise ValueError if the train.py of a code version rejects the overrides, or if the two
-    versions measure different metrics. `task`: value of train.task.
+    versions measure different metrics. `config`: config of this code, with the headline metric.
     """
     base, head = _versions(folder)
     old, new = flat(base.compose(overrides)), flat(head.compose(overrides))
@@ -184,9 +230,7 @@ def _check(folder: Path, overrides: list[str], task: str) -> None:
                 f"metric in both, so set {key} on the command line"
             )
     name = old["checkpoint.metric"]
-    if name == "auto":
-        name = f"val/{Task.find(task).headline}"
-    metric = metric_of(task, name)
+    metric = metric_of(config.train.task, config.checkpoint.metric if name == "auto" else name)
     if base.code_of(metric) != head.code_of(metric):
         raise ValueError(
             f"checkpoint.metric={name}: the code of this metric differs between base and head, so "
@@ -195,44 +239,79 @@ def _check(folder: Path, overrides: list[str], task: str) -> None:
         )
 
 
-def _next_number(outputs: Path, commit: str, sweep: Path, is_new: bool) -> int:
-    """Enter a new verdict into the file that counts the verdicts on each base commit. Return the
-    number of the verdict, which is 1 if `is_new` restarts the count.
-    """
-    outputs.mkdir(parents=True, exist_ok=True)
-    path = outputs / LEDGER
-    with lock_folder(outputs, LOCK_SECONDS):
+def _hash(folder: Path) -> str:
+    """Hash the names and contents of all files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file()):
+        content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
+        name = os.fsencode(path.relative_to(folder))
+        digest.update(b"%d %s %d %s" % (len(name), name, len(content), content))
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """List of the verdicts on one base commit, in a file of the output folder."""
+
+    outputs: Path
+    commit: str
+
+    def find(self, record: Record) -> Path | None:
+        """Return the folder of the last verdict with the same code and settings as `record`."""
+        for entry in reversed(self._read()["bases"].get(self.commit, [])):
+            folder = Path(entry["sweep"])
+            known = read_record(folder) if (folder / "jobs.json").is_file() else None
+            if known is not None and all(
+                getattr(known, name) == getattr(record, name) for name in _OF_A_QUESTION
+            ):
+                return folder
+        return None
+
+    def enter(self, sweep: Path) -> int:
+        """Enter a new verdict, and return its number."""
+        self.outputs.mkdir(parents=True, exist_ok=True)
+        with lock_folder(self.outputs, LOCK_SECONDS):
+            ledger = self._read()
+            entries = ledger["bases"].setdefault(self.commit, [])
+            number = len(entries) + 1
+            entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
+            write_json(self.outputs / LEDGER, ledger)
+        return number
+
+    def _read(self) -> Values:
+        path = self.outputs / LEDGER
         empty = {"format": LEDGER_FORMAT, "bases": {}}
-        ledger: Values = read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
-        entries = ledger["bases"].setdefault(commit, [])
-        number = 1 if is_new or not entries else entries[-1]["number"] + 1
-        entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
-        write_json(path, ledger)
-    return number
+        return read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
 
 
-def _new_jobs(folder: Path, overrides: list[str], command: Command) -> Jobs:
-    """Write jobs.json of a verdict on a code change: in each repeat, both versions of the code with
-    the same seed, in random order.
+def _new_jobs(folder: Path, record: Record, command: Command) -> Jobs:
+    """Write jobs.json of a verdict on a code change, with all repeats of a fixed number, or the
+    first ones.
     """
     jobs = new_jobs(folder)
     jobs.order_seed = secrets.randbits(32)
-    for block in range(command.config.sweep.repeats):
-        seed = command.config.seed + block
-        pair = [
-            Job(
-                0,
-                f"{CODE}={name},seed={seed}",
-                f"{number}_{name}_block_{block}",
-                [f"{CODE}={name}", *overrides],
-                block,
-                seed,
-            )
-            for number, name in enumerate((BASE, HEAD))
-        ]
-        append_shuffled(jobs, pair, block)
+    for _ in range(record.repeats or FIRST):
+        _append_pair(jobs, record, command)
     jobs.write()
     return jobs
+
+
+def _append_pair(jobs: Jobs, record: Record, command: Command) -> None:
+    """Append one repeat: both versions of the code with the same seed, in random order."""
+    block = jobs.num_blocks if jobs.jobs else 0
+    seed = command.config.seed + block
+    pair = [
+        Job(
+            0,
+            f"{CODE}={name},seed={seed}",
+            f"{number}_{name}_block_{block}",
+            [f"{CODE}={name}", *record.overrides],
+            block,
+            seed,
+        )
+        for number, name in enumerate((BASE, HEAD))
+    ]
+    append_shuffled(jobs, pair, block)
 
 
 class VersionJob(LocalJob):
@@ -268,8 +347,8 @@ class VersionJob(LocalJob):
 
 
 class VerdictRun(Runner):
-    """Runner of the jobs of a verdict. No further job starts if the two versions turn out not to be
-    comparable.
+    """Runner of the jobs of a verdict. It adds pairs of jobs until the verdict can decide. No
+    further job starts if the two versions turn out not to be comparable.
     """
 
     needed_at_end = ()
@@ -279,7 +358,8 @@ class VerdictRun(Runner):
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
         # Give the jobs of both versions of the code equal devices, so that their speeds can be
         # compared.
-        self._record, self._need_of_each = record, need_of(resolve(config))
+        self._record, self._command = record, command
+        self._need_of_each = need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
         self._refused: Finding | None = None
         self._values: Values = {}
@@ -291,8 +371,17 @@ class VerdictRun(Runner):
         return self.run(), self._values
 
     def waiting(self) -> list[Job]:
-        waits = [job for job in self.jobs.jobs if job.status == "waiting"]
-        return [] if self._refused else waits
+        if self._refused:
+            return []
+        if self.jobs.have_ended and self._judge().is_open:
+            _append_pair(self.jobs, self._record, self._command)
+            self.jobs.write()
+        return [job for job in self.jobs.jobs if job.status == "waiting"]
+
+    def _judge(self) -> Verdict:
+        verdict = compare(collect([self.jobs.folder]), [self.jobs.folder]).verdict
+        assert verdict is not None
+        return verdict
 
     def need(self, job: Job) -> Requirement:
         return self._need_of_each
@@ -310,8 +399,7 @@ class VerdictRun(Runner):
     def _close(self) -> int:
         folder = self.jobs.folder
         page = write_report([folder])
-        verdict = compare(collect([folder]), [folder]).verdict
-        assert verdict is not None
+        verdict = self._judge()
         word = REFUSED if self._refused else verdict.word
         text = sentences([self._refused] if self._refused else verdict.findings)
         notes = [sentence(note) for note in verdict.notes]
@@ -328,7 +416,8 @@ class VerdictRun(Runner):
                 "exit_code": code,
                 "sentence": text,
                 "notes": notes,
-                "level": self._record.level,
+                "level": LEVEL,
+                "false_in_100": self._record.false_in_100,
                 "measures": measures,
                 "sweep": str(folder),
                 "report": str(page),
