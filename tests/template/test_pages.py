@@ -154,7 +154,7 @@ def test_error_message_on_a_page_matches_command_output(command: str, tmp_path: 
 
 
 TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
-PLANS = TABLE.findall(read("docs/several_gpus.md"))
+PLANS = TABLE.findall(read("docs/gpus.md"))
 
 
 def test_page_on_several_gpus_shows_tables_of_plan_py() -> None:
