@@ -177,7 +177,7 @@ class SweepConfig:
 
     repeats: int = key(1, ge=1, help="Blocks that run every point once, with new seeds.")
     smallest_difference: float = key(
-        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
+        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/results.md."
     )
     baseline: str | None = key(
         None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first."
