@@ -157,14 +157,14 @@ TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MU
 PLANS = TABLE.findall(read("docs/gpus.md"))
 
 
-def test_page_on_several_gpus_shows_tables_of_plan_py() -> None:
+def test_gpus_page_shows_tables_of_plan_py() -> None:
     assert PLANS
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
-def test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py(
+def test_batch_tables_of_gpus_page_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
@@ -262,8 +262,8 @@ def test_code_on_use_a_model_page_reads_scores_of_all_labels_with_full_precision
     ) == pytest.approx(expected, abs=1e-9)
 
 
-def test_experiment_on_hydra_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
-    [text] = code_of("docs/hydra.md", "yaml")
+def test_experiment_on_quickstart_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
+    [text] = code_of("docs/quickstart.md", "yaml")
     conf(tmp_path, experiment__mine=text)
     config = compose_command(parse("--config-dir", str(tmp_path), "experiment=mine")).config
     assert (config.task_name, config.data.name) == ("mine", "folder")
