@@ -47,14 +47,13 @@ OF_THE_TEMPLATE = (
 )
 TARGETS = r"make (bench|gpu-wheels|gpu-check|size|docs|fork)\b"
 COMMANDS = rf"scripts/maintain|tests/template|benchmarks\.md|{TARGETS}"
-DEMO = ("docs/figures/report.png", "docs/figures/tensorboard.png")
+DEMO = ("docs/figures/report.png",)
 OLD_NAME = "timm-parallel"
 # Files in which the new name of the project replaces the old one.
 NAMED = (
     "Dockerfile",
     ".devcontainer/devcontainer.json",
     ".github/workflows/ci.yml",
-    "docs/container.md",
     "pyproject.toml",
     "CITATION.cff",
 )
@@ -118,7 +117,7 @@ def fork(root: Path, name: str, holder: str, drop_demo: bool) -> None:
         _edit(root / path, re.escape(OLD_NAME), name)
     _edit(root / "pyproject.toml", r"(?=\[tool\.pytest)", LIBRARY_TESTS)
     for readme in root.glob("README*.md"):
-        _edit(readme, r"\A# .*", f"# {name}")
+        _edit(readme, re.escape(OLD_NAME), name)
     text = (root / "LICENSE").read_text(encoding="utf-8")
     (root / "LICENSE").write_text(add_holder(text, holder), encoding="utf-8")
     _edit(root / "conf" / "train.yaml", r"(?m)^task_name: .*$", f"task_name: {name}")

@@ -84,7 +84,7 @@ def test_every_threat_on_security_page_names_existing_tests() -> None:
         assert named and named <= tests, row
 
 
-@pytest.mark.parametrize("name", ["README", "docs/dp_and_ddp"])
+@pytest.mark.parametrize("name", ["README", "docs/quickstart", "docs/dp_and_ddp"])
 def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name: str) -> None:
     english, chinese = ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md"
     assert sorted(commands_of(english)) == sorted(commands_of(chinese)) != []
