@@ -204,7 +204,8 @@ def test_config_of_a_copied_example_is_resolved(
     for file in re.findall(r"=(outputs/\S+\.pt)", commands):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
-    trainings = [match[2] for match in TRAINING.finditer(commands) if "experiment=" in match[2]]
+    found = [match[2] for match in TRAINING.finditer(commands)]
+    trainings = [words for words in found if re.search(r"experiment=|=src\.", words)]
     assert trainings
     for words in trainings:
         given = parse(*shlex.split(words), "--config-dir", str(tmp_path / "conf"))
