@@ -51,10 +51,10 @@ def test_links_on_pages_point_to_existing_files_and_headings() -> None:
             name, _, place = link.partition("#")
             target = (page.parent / name).resolve() if name else page
             assert target.exists(), (page, link)
-            # A page may link only to pages and to files below docs/ and examples/, because the site
-            # contains no other code, and a link to code breaks `make docs`.
-            folders = {ROOT / "docs", ROOT / "examples"}
-            assert target in PAGES or folders & {*target.parents}, (page, link)
+            # A page may link only to pages, LICENSE, and files below docs/ and examples/, because the
+            # site contains no other code, and a link to code breaks `make docs`.
+            on_site = {ROOT / "docs", ROOT / "examples", ROOT / "LICENSE"}
+            assert target in PAGES or on_site & {target, *target.parents}, (page, link)
             assert not place or place in anchors(read(target)), (page, link)
 
 
@@ -98,10 +98,19 @@ def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name:
     assert outputs[0] == outputs[1] != []
 
 
-def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
-    (version,) = re.findall(r'^version = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
-    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [version]
-    assert f"## {version}" in read("CHANGELOG.md")
+def test_version_is_equal_in_both_pyprojects_both_changelogs_and_citation() -> None:
+    patterns = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "timm_parallel/pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "CHANGELOG.md": r"\A# .*\n[^#]*\n## (\S+)",
+        "timm_parallel/CHANGELOG.md": r"\A# .*\n[^#]*\n## (\S+)",
+    }
+    versions = {
+        name: re.findall(pattern, read(name), re.MULTILINE) for name, pattern in patterns.items()
+    }
+    [version, *others] = versions.values()
+    assert len(version) == 1 and all(other == version for other in others), versions
 
 
 # --- outputs
