@@ -51,8 +51,8 @@ def test_links_on_pages_point_to_existing_files_and_headings() -> None:
             name, _, place = link.partition("#")
             target = (page.parent / name).resolve() if name else page
             assert target.exists(), (page, link)
-            # A page may link only to pages, LICENSE, and files below docs/ and examples/, because the
-            # site contains no other code, and a link to code breaks `make docs`.
+            # A page may link only to pages, LICENSE, and files below docs/ and examples/, because
+            # the site contains no other code, and a link to code breaks `make docs`.
             on_site = {ROOT / "docs", ROOT / "examples", ROOT / "LICENSE"}
             assert target in PAGES or on_site & {target, *target.parents}, (page, link)
             assert not place or place in anchors(read(target)), (page, link)
@@ -273,13 +273,18 @@ def test_code_on_use_a_model_page_reads_scores_of_all_labels_with_full_precision
     ) == pytest.approx(expected, abs=1e-9)
 
 
-def test_experiment_on_quickstart_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
+def test_experiment_on_quickstart_page_adds_its_groups_and_keys_to_the_recipe(
+    tmp_path: Path,
+) -> None:
     [text] = code_of("docs/quickstart.md", "yaml")
-    conf(tmp_path, experiment__mine=text)
+    recipe = read("conf/experiment/finetune.yaml")
+    conf(tmp_path, experiment__mine=text, experiment__finetune=recipe)
     config = compose_command(parse("--config-dir", str(tmp_path), "experiment=mine")).config
-    assert (config.task_name, config.data.name) == ("mine", "folder")
     assert isinstance(config.optim, OptimConfig)
-    assert (config.model.name, config.optim.momentum, config.train.epochs) == ("resnet50", 0.9, 30)
+    assert (config.task_name, config.parallel.strategy) == ("mine", "single")
+    assert (config.model.name, config.train.epochs) == ("resnet50", 30)
+    # Of the recipe.
+    assert (config.data.batch_size, config.optim.layer_decay) == (64, 0.75)
 
 
 # --- the site
