@@ -330,16 +330,16 @@ def test_predictions_of_lora_have_the_accuracy_of_the_evaluation(
 
 
 def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(conf: Path) -> None:
-    sizes = {"num_classes": 3, "in_chans": 3, "img_size": 32, "patch_size": 8}
-    widths = {"embed_dim": 16, "depth": 2, "num_heads": 2}
+    sizes: dict[str, Any] = {"num_classes": 3, "in_chans": 3, "img_size": 32, "patch_size": 8}
+    sizes |= {"embed_dim": 16, "depth": 2, "num_heads": 2}
     torch.manual_seed(0)
-    model = import_module("src.models.lora").LoraVit(rank=2, **sizes, **widths).eval()
+    model = import_module("src.models.lora").LoraVit(rank=2, **sizes).eval()
     images = torch.randn(2, 3, 32, 32)
     weights = model.state_dict()
     adapted = [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]
     assert len(adapted) == 2 * 2
     plain = {name: weight.clone() for name, weight in weights.items() if "lora_" not in name}
-    merged = VisionTransformer(**sizes, **widths).eval()
+    merged = VisionTransformer(**sizes).eval()
     merged.load_state_dict(plain)
     assert torch.allclose(model(images), merged(images), atol=1e-6)
     for name in adapted:
