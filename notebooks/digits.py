@@ -9,6 +9,19 @@ python train.py experiment=finetune data.root=/data/digits/high data.val_fractio
     data.limit_train=50 data.image_size=32 data.batch_size=10 data.augment.hflip=0 model=tiny \\
     model.name=vit_tiny_patch16_224 model.pretrained=false optim.lr=2e-3 train.epochs=40 \\
     train.early_stop=null model.weights=<run folder>/checkpoints/best.pt
+
+val/acc of the last command on the 461 images that it does not train on, after 200 steps, a minute
+on two CPU cores: mean (lowest to highest) of five seeds.
+
+from scratch, model.weights=null optim.layer_decay=null                0.500 (0.477 to 0.527)
+head alone, model.freeze=backbone optim.layer_decay=null optim.lr=1e-2 0.433 (0.399 to 0.471)
+everything, optim.layer_decay=null                                     0.674 (0.505 to 0.800)
+everything, with the recipe's optim.layer_decay=0.75                   0.688 (0.599 to 0.781)
+everything, optim.head_lr_scale=5                                      0.752 (0.694 to 0.794)
+
+With every seed the last two rows beat training from scratch, and the last row beats the one above
+it. The features of 714 digits are too few for the head alone. This small model takes a higher rate
+than the recipe.
 """
 
 from __future__ import annotations

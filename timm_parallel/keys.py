@@ -189,7 +189,7 @@ class SweepConfig:
         "in percent; null: it does not decide if they are equal.",
     )
     smallest_difference: float = key(
-        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/report.md."
+        0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/results.md."
     )
     baseline: str | None = key(
         None, help="Settings that the report compares with, as optim.lr=1e-3; null: the first."

@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").r
 MARK = r"<!-- output of: (?P<command>.*?)(?:\n +lines: (?P<lines>.*?))? -->"
 OUTPUT = re.compile(rf"(?P<mark>{MARK}\n```\n)(?P<shown>.*?)(?=```)", re.DOTALL)
 # Dictionary from the class of a drawn flower to its number of petals.
-FLOWERS = {"daisy": 8, "rose": 6, "tulip": 4}
+FLOWERS = {"daisy": 12, "rose": 6, "tulip": 3}
 # Exit codes: done, wrong argument, stopped by the command timeout.
 EXPECTED_CODES = (0, 2, 124)
 
@@ -50,10 +50,12 @@ def draw_flowers(root: Path) -> None:
                 tuple(draws.randrange(100, 256) for _ in range(3)),
             )
             turn = draws.uniform(0, math.tau)
+            # Many petals are thin, so that they do not overlap.
+            radius = min(12, 72 / petals)
             for petal in range(petals):
                 angle = turn + petal * math.tau / petals
                 x, y = 48 + 24 * math.cos(angle), 48 + 24 * math.sin(angle)
-                canvas.ellipse((x - 12, y - 12, x + 12, y + 12), fill=color)
+                canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
             path = (
                 root / "flowers" / name / f"{number}.jpg"
                 if number < 100

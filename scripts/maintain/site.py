@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.maintain.sample_report import ROOT, write_sample
 
 AT_ROOT = {"README.md": "index.md", "README.zh-CN.md": "README.zh-CN.md"}
-AT_ROOT |= {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+AT_ROOT |= {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")}
 SAMPLE = """# A sample report
 
 This is the page that a sweep ends with, on **invented figures** of eight GPUs:

@@ -1,6 +1,4 @@
-"""Example commands of docs/slurm.md and docs/kubernetes.md. Tests run the same commands that the
-pages show.
-"""
+"""Example commands of docs/slurm.md. Tests run the same commands that the page shows."""
 
 from __future__ import annotations
 

@@ -13,10 +13,7 @@ from tests.template.runs import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages whose code blocks are files to write, see tests/template/test_extend_pages.py.
-EXTEND_PAGES = [
-    ROOT / "docs" / f"{name}.md"
-    for name in ("extend", "extend_training", "extend_tasks", "extend_parts")
-]
+EXTEND_PAGES = [ROOT / "docs" / f"{name}.md" for name in ("extend", "extend_training", "examples")]
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Pattern of a command in inline code, which starts with the name of a program.
 IN_TEXT = re.compile(

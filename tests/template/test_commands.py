@@ -133,7 +133,7 @@ PLACEHOLDERS = {"10.77.0.1": "<first node>", "29511": "29500"}
 
 def test_cluster_commands_in_bash_blocks_equal_the_commands_that_tests_of_clusters_run() -> None:
     """The commands are constants of the tests, because a fork may replace the pages."""
-    pages = ("docs/slurm.md", "docs/kubernetes.md", "CONTRIBUTING.md")
+    pages = ("docs/slurm.md", "CONTRIBUTING.md")
     lines = [line for page in pages for code in code_of(page, "bash") for line in code.splitlines()]
     cluster = r"dev_cluster\.sh|srun|torchrun|cluster=(slurm|kubernetes)"
     shown = [line.partition("  #")[0].rstrip() for line in lines if re.search(cluster, line)]
@@ -203,7 +203,8 @@ def test_config_of_a_copied_example_is_resolved(
     for file in re.findall(r"=(outputs/\S+\.pt)", commands):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
-    trainings = [match[2] for match in TRAINING.finditer(commands) if "experiment=" in match[2]]
+    found = [match[2] for match in TRAINING.finditer(commands)]
+    trainings = [words for words in found if re.search(r"experiment=|=src\.", words)]
     assert trainings
     for words in trainings:
         given = parse(*shlex.split(words), "--config-dir", str(tmp_path / "conf"))

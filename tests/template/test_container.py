@@ -1,6 +1,4 @@
-"""Container files have the documented properties, and the notebook runs. No image is built: see
-docs/container.md.
-"""
+"""Container files have the documented properties, and the notebook runs. No image is built."""
 
 from __future__ import annotations
 

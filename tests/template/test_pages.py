@@ -51,10 +51,10 @@ def test_links_on_pages_point_to_existing_files_and_headings() -> None:
             name, _, place = link.partition("#")
             target = (page.parent / name).resolve() if name else page
             assert target.exists(), (page, link)
-            # A page may link only to pages and to files below docs/ and examples/, because the site
-            # contains no other code, and a link to code breaks `make docs`.
-            folders = {ROOT / "docs", ROOT / "examples"}
-            assert target in PAGES or folders & {*target.parents}, (page, link)
+            # A page may link only to pages, LICENSE, and files below docs/ and examples/, because
+            # the site contains no other code, and a link to code breaks `make docs`.
+            on_site = {ROOT / "docs", ROOT / "examples", ROOT / "LICENSE"}
+            assert target in PAGES or on_site & {target, *target.parents}, (page, link)
             assert not place or place in anchors(read(target)), (page, link)
 
 
@@ -75,21 +75,23 @@ def test_file_tree_on_architecture_page_names_existing_files_and_all_packages() 
 
 
 def test_every_threat_on_security_page_names_existing_tests() -> None:
+    """A comment below the table has a line with tests for each row."""
     test_files = [
         path
         for folder in ("tests", "timm_parallel/tests")
         for path in sorted((ROOT / folder).rglob("test_*.py"))
     ]
     tests = {name for path in test_files for name in re.findall(r"def (test_\w+)", read(path))}
-    lines = read("docs/security.md").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| who")]
-    assert rows
-    for row in rows:
-        named = set(re.findall(r"`(test_\w+)`", row))
-        assert named and named <= tests, row
+    page = read("docs/security.md")
+    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", page, re.MULTILINE)[1:]
+    named = dict(re.findall(r"^     (.+?): (test_.+?)(?: -->)?$", page, re.MULTILINE))
+    assert rows == [*named] != []
+    assert [
+        name for names in named.values() for name in names.split(", ") if name not in tests
+    ] == []
 
 
-@pytest.mark.parametrize("name", ["README", "docs/dp_and_ddp"])
+@pytest.mark.parametrize("name", ["README", "docs/quickstart", "docs/dp_and_ddp"])
 def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name: str) -> None:
     english, chinese = ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md"
     assert sorted(commands_of(english)) == sorted(commands_of(chinese)) != []
@@ -101,10 +103,19 @@ def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name:
     assert outputs[0] == outputs[1] != []
 
 
-def test_project_version_is_equal_in_pyproject_citation_and_changelog() -> None:
-    (version,) = re.findall(r'^version = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
-    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE) == [version]
-    assert f"## {version}" in read("CHANGELOG.md")
+def test_version_is_equal_in_both_pyprojects_both_changelogs_and_citation() -> None:
+    patterns = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "timm_parallel/pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "CHANGELOG.md": r"\A# .*\n[^#]*\n## (\S+)",
+        "timm_parallel/CHANGELOG.md": r"\A# .*\n[^#]*\n## (\S+)",
+    }
+    versions = {
+        name: re.findall(pattern, read(name), re.MULTILINE) for name, pattern in patterns.items()
+    }
+    [version, *others] = versions.values()
+    assert len(version) == 1 and all(other == version for other in others), versions
 
 
 # --- outputs
@@ -159,17 +170,17 @@ def test_error_message_on_a_page_matches_command_output(command: str, tmp_path: 
 
 
 TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
-PLANS = TABLE.findall(read("docs/several_gpus.md"))
+PLANS = TABLE.findall(read("docs/gpus.md"))
 
 
-def test_page_on_several_gpus_shows_tables_of_plan_py() -> None:
+def test_gpus_page_shows_tables_of_plan_py() -> None:
     assert PLANS
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "table"), PLANS)
-def test_batch_tables_of_page_on_several_gpus_match_output_of_plan_py(
+def test_batch_tables_of_gpus_page_match_output_of_plan_py(
     arguments: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
@@ -267,13 +278,18 @@ def test_code_on_use_a_model_page_reads_scores_of_all_labels_with_full_precision
     ) == pytest.approx(expected, abs=1e-9)
 
 
-def test_experiment_on_hydra_page_sets_its_groups_and_keys(tmp_path: Path) -> None:
-    [text] = code_of("docs/hydra.md", "yaml")
-    conf(tmp_path, experiment__mine=text)
+def test_experiment_on_quickstart_page_adds_its_groups_and_keys_to_the_recipe(
+    tmp_path: Path,
+) -> None:
+    [text] = code_of("docs/quickstart.md", "yaml")
+    recipe = read("conf/experiment/finetune.yaml")
+    conf(tmp_path, experiment__mine=text, experiment__finetune=recipe)
     config = compose_command(parse("--config-dir", str(tmp_path), "experiment=mine")).config
-    assert (config.task_name, config.data.name) == ("mine", "folder")
     assert isinstance(config.optim, OptimConfig)
-    assert (config.model.name, config.optim.momentum, config.train.epochs) == ("resnet50", 0.9, 30)
+    assert (config.task_name, config.parallel.strategy) == ("mine", "single")
+    assert (config.model.name, config.train.epochs) == ("resnet50", 30)
+    # Of the recipe.
+    assert (config.data.batch_size, config.optim.layer_decay) == (64, 0.75)
 
 
 # --- the site

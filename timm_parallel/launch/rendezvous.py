@@ -102,8 +102,8 @@ def _host_store(endpoint: NodeAddress) -> TCPStore:
 
 def _join(endpoint: NodeAddress, timeout: float) -> TCPStore:
     """Connect to the key-value store of node 0 and return the client. Raises ValueError after
-    `timeout` seconds. If this node has joined the store before, the store belongs to an earlier
-    run. The function then tries to connect again.
+    `timeout` seconds. A store that this node has already joined is left over from an earlier run:
+    connect again until the new one answers.
     """
     from torch.distributed import TCPStore
 

@@ -80,7 +80,7 @@ def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
 @pytest.mark.parametrize(
     "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
 )
-def test_process_is_no_rank_of_a_job_when_srun_did_not_start_several_tasks(
+def test_one_srun_task_is_not_treated_as_a_rank(
     environment: dict[str, str],
 ) -> None:
     assert ranks_from_environment(environment) is None

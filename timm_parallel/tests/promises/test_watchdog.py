@@ -380,9 +380,9 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_no
     publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
     dog._watch()
     assert ended and ended[0] <= limit
-    # Check that a lost node ends the run within 15 seconds. The terms are two ticks until the first
-    # rank detects the loss, the time limits of the store, two ticks until the other ranks notice,
-    # and the time limit of the launcher.
+    # 15 s, within which a lost node ends the run, is the sum of: two ticks until the first rank
+    # detects the loss, the time limits of the store, two ticks until the other ranks notice, and
+    # the time limit of the launcher.
     assert 2 * TICK + NODE_SILENT + PUBLISH + 2 * TICK + 2.0 <= 15
 
 
