@@ -131,7 +131,8 @@ def imports_of_the_project(root: Path = ROOT) -> list[str]:
     """Return a line of text for each import of a module of the project, which is next to the
     library, in any file of the library, its testing kit and its tests.
     """
-    outside = {path.stem for path in root.iterdir()} - {"timm_parallel"}
+    modules = [path for path in root.iterdir() if path.is_dir() or path.suffix == ".py"]
+    outside = {path.stem for path in modules} - {"timm_parallel"}
     return [
         f"{path.relative_to(root)}:{named.line} {named.name}"
         for path in python_files(["timm_parallel"], root)
