@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 from tests.template.runs import ROOT
+from timm_parallel.config.compose import compose_command
+from timm_parallel.testing.configs import parse
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "notebooks" / "compare.ipynb"
@@ -97,6 +100,20 @@ def test_notebook_has_no_outputs_and_jupyter_is_not_a_runtime_requirement() -> N
     assert "nbclient" not in runtime
 
 
+def test_code_of_the_notebook_compiles_and_its_sweep_is_a_valid_command() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    lists = {
+        ast.unparse(statement.targets[0]): statement.value
+        for source in code
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign)
+    }
+    overrides = [word for name in ("STRATEGIES", "SHORT") for word in ast.literal_eval(lists[name])]
+    assert compose_command(parse("-m", *overrides)).config.sweep.repeats == 2
+
+
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 @pytest.mark.skipif(

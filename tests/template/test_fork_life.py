@@ -37,6 +37,7 @@ def mine(whole_template: Path, wheel: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.slow(seconds=90)
 def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(

@@ -387,6 +387,7 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
     return curve
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
 @pytest.mark.processes
 def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
