@@ -4,6 +4,7 @@ fix.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable
@@ -154,10 +155,13 @@ def _without_equals(word: str, words: list[str]) -> str:
         return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
     if is_known(word):
         return f"a value is missing; write {word}=…: {_expected(word)}"
-    before = words[words.index(word) - 1] if word in words[1:] else ""
+    place = words.index(word) if word in words else 0
+    before = words[place - 1] if place else ""
     key, _, value = before.partition("=")
     if "/" in value:
-        return f"expected key=value; if it belongs to {key}, write {_as_text(f'{before} {word}')}"
+        rest = itertools.takewhile(lambda other: "=" not in other, words[place:])
+        text = _as_text(" ".join([before, *rest]))
+        return f"expected key=value; if it belongs to {key}, write {text}"
     if "/" in word:
         return f"expected key=value; to continue a run, write resume={word}"
     return f"expected key=value{key_hint(word)}"

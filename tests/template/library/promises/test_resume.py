@@ -135,9 +135,10 @@ def curves(folder: Path) -> list[dict[str, Any]]:
 
 
 def training_of(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint except the record of attempts and commands, which differs
-    between an uninterrupted and a resumed run.
+    """Return the contents of a checkpoint except the record of attempts and commands, and the
+    seconds of training, which differ between an uninterrupted and a resumed run.
     """
+    contents["progress"].pop("seconds")
     return {
         key: value
         for key, value in contents.items()
