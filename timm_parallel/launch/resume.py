@@ -314,7 +314,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     pairs = [item.partition("=") for item in overrides]
     chosen = [value for key, _, value in pairs if key in ("parallel", "parallel.strategy")]
     if chosen and chosen[-1] != strategy:
-        dropped = [*strategy_options(), "max_restarts", "process_per_device", "options"]
+        dropped = [*strategy_options(), "max_restarts", "options"]
         has_one_device = ParallelConfig(chosen[-1]).has_one_device
         if has_one_device:
             dropped.append("devices")
