@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -199,6 +199,12 @@ class SegmentationOptions:
 THUMBNAIL = 96
 
 
+@lru_cache(maxsize=1)
+def class_weights_on(device: torch.device, weights: tuple[float, ...]) -> Tensor:
+    """Copy the weights of the classes to a device once, instead of for each batch."""
+    return torch.tensor(weights, device=device)
+
+
 class Segmentation(LossTask):
     """Task in which the model predicts a class for each pixel. Targets are masks, uint8 [B, H, W]:
     class numbers, or 255 for a pixel without a class.
@@ -310,7 +316,7 @@ class Segmentation(LossTask):
         is_labeled = masks != IGNORED
         if "class_weight" not in self.weights:
             return is_labeled.sum()
-        of_class = torch.tensor(self.weights["class_weight"], device=masks.device)
+        of_class = class_weights_on(masks.device, tuple(self.weights["class_weight"]))
         return (of_class[masks.long().masked_fill(~is_labeled, 0)] * is_labeled).sum()
 
     def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
