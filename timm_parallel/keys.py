@@ -714,11 +714,6 @@ class Config:
         return (self.data,)
 
     @property
-    def metrics_read(self) -> dict[str, str]:
-        """Dictionary from each config key that names a metric to the name of the metric."""
-        return {"checkpoint.metric": self.checkpoint.metric, "optimized_metric": self.objective}
-
-    @property
     def objective(self) -> str:
         """Name of the metric that a search optimizes. It is optimized_metric if that key is set,
         otherwise the best value of checkpoint.metric, e.g. val/loss_best for val/loss.

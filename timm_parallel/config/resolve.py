@@ -93,13 +93,10 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
     if resolved.cluster.scheduler != "local":
         return []
     parallel, cuda, lines = resolved.parallel, len(hardware.visible_cuda_devices()), []
-    of_all = (
+    if (
         asked.parallel.devices == "auto"
         and asked.parallel.device_ids is None
         and world_size is None
-    )
-    if (
-        of_all
         and not asked.parallel.has_one_device
         and parallel.accelerator == "cuda"
         and parallel.devices < cuda

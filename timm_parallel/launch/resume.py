@@ -59,7 +59,6 @@ NOT_TRAINING = (
 )
 # Keys of which the ranks replace `auto`, because only they know the devices and the model.
 CHOSEN_BY_RANKS = ("train.precision", "model.channels_last")
-PER_DEVICE = ("device_ids", "output_device")
 # Types of values that can be compared without loading a config with its types.
 PLAIN = (bool, int, float, str, type(None))
 NOWHERE = object()
@@ -319,7 +318,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         if has_one_device:
             dropped.append("devices")
         if has_one_device or chosen[-1] == "auto":
-            dropped += PER_DEVICE
+            dropped += ["device_ids", "output_device"]
         saved["parallel"] = {
             key: value for key, value in saved["parallel"].items() if key not in dropped
         }
