@@ -104,7 +104,7 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
 
 class LossOfMasks(nn.Module):
     """A loss of each image [B] with class weights. This is a module, so that a strategy can move
-    the weights to a device, and DataParallel can copy them.
+    the weights to a device.
     """
 
     class_weight: Tensor | None
