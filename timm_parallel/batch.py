@@ -32,7 +32,7 @@ class Batch:
     def __init__(
         self,
         fields: dict[str, Any],
-        indices: NDArray[np.int64] | Tensor | None = None,
+        indices: NDArray[np.int64] | None = None,
         *,
         seed: int = 0,
         epoch: int = 0,
@@ -44,7 +44,7 @@ class Batch:
         """
         self.fields, self.seed, self.epoch, self.share = fields, seed, epoch, share
         count = len(next(iter(fields.values())))
-        self._indices = np.arange(count) if indices is None else indices
+        self.indices = np.arange(count) if indices is None else indices
         # Number of draws so far, so that two draws differ.
         self.draws = 0
 
@@ -58,16 +58,7 @@ class Batch:
         return fields[name]
 
     def __len__(self) -> int:
-        return len(self._indices)
-
-    @property
-    def indices(self) -> NDArray[np.int64]:
-        """Indices [B] of the samples. Those on a device are copied only when a draw needs them,
-        because the copy waits for the device.
-        """
-        if isinstance(self._indices, Tensor):
-            self._indices = self._indices.cpu().numpy()
-        return self._indices
+        return len(self.indices)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +68,7 @@ class Batch:
         """Return a batch of the same samples in which some fields have other values."""
         changed = Batch(
             {**self.fields, **fields},
-            self._indices,
+            self.indices,
             seed=self.seed,
             epoch=self.epoch,
             share=self.share,

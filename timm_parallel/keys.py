@@ -414,9 +414,6 @@ class ParallelConfig:
     strategy: str = key(
         "auto", help="auto, single, dp, ddp, fsdp, or `src.parallel.<module>.<Class>` of your own."
     )
-    process_per_device: bool | None = key(
-        None, help="Your own strategy: a rank per device, or one process; null: as its class says."
-    )
     options: dict[str, Any] = key(
         {}, help="For a strategy class of your own: what it reads of `config.options`."
     )
@@ -454,9 +451,6 @@ class ParallelConfig:
     dim: int | None = key(
         None, ge=0, only="dp", help="Dimension along which DataParallel splits a batch."
     )
-    loss_in_replica: bool | None = key(
-        None, only="dp", help="Compute the loss in each replica, not on the outputs."
-    )
     bucket_cap_mb: float | None = key(
         None, gt=0, only="ddp", help="Size of DDP's gradient buckets in MiB."
     )
@@ -468,9 +462,6 @@ class ParallelConfig:
     )
     gradient_as_bucket_view: bool | None = key(
         None, only="ddp", help="Keep gradients in DDP's buckets to save a copy."
-    )
-    batched_grad_copy: bool | None = key(
-        None, only="ddp", help="Copy gradients to a bucket in one go (torch >= 2.14)."
     )
     static_graph: bool | None = key(
         None, only="ddp", help="Promise DDP that the graph is the same in every step."
@@ -500,8 +491,7 @@ class ParallelConfig:
         """True if the strategy has one process (rank) per device. False for strategy `auto`, which
         must be resolved first.
         """
-        declared = self._declares("process_per_device")
-        return declared if self.process_per_device is None else self.process_per_device
+        return self._declares("process_per_device")
 
     @property
     def has_one_device(self) -> bool:
@@ -564,13 +554,11 @@ class ParallelConfig:
                     f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but "
                     f"parallel={strategy}"
                 )
-        if not is_own_class(strategy):
-            for name in ("process_per_device", "options"):
-                if getattr(self, name) not in (None, {}):
-                    yield (
-                        f"parallel.{name}={getattr(self, name)}: an option of your own strategy "
-                        f"classes, but parallel={strategy}"
-                    )
+        if self.options and not is_own_class(strategy):
+            yield (
+                f"parallel.options={self.options}: an option of your own strategy classes, but "
+                f"parallel={strategy}"
+            )
         if self.max_restarts and not self.has_ranks:
             yield (
                 f"parallel.max_restarts={self.max_restarts}: an option of ddp and fsdp, but "
@@ -648,9 +636,6 @@ class TrainConfig:
     evaluate_every_steps: int | None = key(
         None, ge=1, help="Steps between two evaluations within an epoch, each saved; null: none."
     )
-    target_loss: float | None = key(
-        None, gt=0, help="The last lines state whether train/loss fell below it."
-    )
     early_stop: int | None = key(
         None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
     )
@@ -727,11 +712,6 @@ class Config:
         the data only once for jobs in which these values are equal.
         """
         return (self.data,)
-
-    @property
-    def metrics_read(self) -> dict[str, str]:
-        """Dictionary from each config key that names a metric to the name of the metric."""
-        return {"checkpoint.metric": self.checkpoint.metric, "optimized_metric": self.objective}
 
     @property
     def objective(self) -> str:

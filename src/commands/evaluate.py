@@ -20,10 +20,8 @@ from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
 from timm_parallel import (
     Evaluation,
-    Networks,
     Ranks,
     SavedRun,
-    Strategy,
     Task,
     build_networks,
     build_strategy,
@@ -108,9 +106,17 @@ def evaluate_config(
                 SavedRun.fill(networks, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
             is_shown = worst is not None and evaluated == predicting
-            evaluation = _evaluate_split(
-                config, strategy, built, networks, name, keeps_rows, is_shown
+            evaluation = evaluate(
+                evaluation_networks(networks, config, strategy),
+                loaders[name],
+                task,
+                strategy.group,
+                metrics=task.checked_metrics,
+                keep_rows=keeps_rows,
+                keep_losses=is_shown,
             )
+            # evaluate() returns None only after a stop request, which evaluate.py does not pass.
+            assert evaluation is not None
             if is_shown and strategy.is_first:
                 assert worst is not None
                 shown[f"{name}, {config.model.name}"] = worst_images(
@@ -184,29 +190,6 @@ def _load_weights(
     else:
         dataset.check_classes(contents.get("classes", dataset.target_names), folder)
     return ""
-
-
-def _evaluate_split(
-    config: ResolvedConfig,
-    strategy: Strategy,
-    built: DataAndModel,
-    networks: Networks,
-    split: str,
-    keep_rows: bool,
-    keep_losses: bool,
-) -> Evaluation:
-    evaluation = evaluate(
-        evaluation_networks(networks, config, strategy),
-        built.eval_loaders[split],
-        built.task,
-        strategy.group,
-        metrics=built.task.checked_metrics,
-        keep_rows=keep_rows,
-        keep_losses=keep_losses,
-    )
-    # evaluate() returns None only after a stop request, which evaluate.py does not pass.
-    assert evaluation is not None
-    return evaluation
 
 
 def _prepare_as_trained(config: ResolvedConfig, preprocessing: dict[str, Any]) -> None:

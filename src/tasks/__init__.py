@@ -38,12 +38,13 @@ def problems(config: Config) -> Iterator[str]:
             f"data.balance={data.balance}: train.class_weights={weights} corrects for rare "
             "classes too; use one of the two"
         )
-    for key, metric in config.metrics_read.items():
+    named = {"checkpoint.metric": config.checkpoint.metric, "optimized_metric": config.objective}
+    for key, metric in named.items():
         if metric.endswith("_ema") and config.model.ema.decay is None:
             yield f"{key}={metric}: needs averaged weights; set model.ema.decay, e.g. 0.9998"
     # Ignore smoothing if mixup or cutmix is on, because these smooth the targets for every loss.
     smoothing = 0 if data.augment.mixes else train.smoothing
-    reads = task.options_of_loss(train.loss) if issubclass(task, LossTask) else ()
+    reads = task.find_loss(train.loss).reads if issubclass(task, LossTask) else ()
     options = {
         "train.smoothing": ("smoothing", smoothing),
         "train.class_weights": ("class_weights", train.class_weights),

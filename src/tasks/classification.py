@@ -191,41 +191,11 @@ def hits(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == labels).float()
 
 
-class Classification(LossTask):
-    """Task in which each image has one class. Targets are class numbers: int64 [B]."""
+class ClassTask(LossTask):
+    """Base class of tasks whose model has an output for each class."""
 
-    target = "label"
-    headline = "acc"
-    applies: ClassVar[tuple[str, ...]] = (
-        "mixup",
-        "erasing",
-        "auto_augment",
-        "smoothing",
-        "class_weights",
-        "balance",
-    )
-    known_losses: ClassVar[Mapping[str, ClassLoss]] = {
-        "ce": ClassLoss(cross_entropy, reads=("smoothing", "mixup", "class_weights")),
-        "bce": ClassLoss(
-            partial(binary_cross_entropy, False),
-            sigmoid_losses,
-            ("smoothing", "mixup", "class_weights"),
-            sigmoid,
-            has_class_terms=True,
-        ),
-    }
-    metrics: Mapping[str, Metric] = {
-        "loss": LOSS,
-        "acc": Metric(confusion, on_diagonal, is_proportion=True),
-        "acc5": Metric(hits_in_top5, per_image, is_proportion=True, min_outputs=6),
-    }
+    known_losses: ClassVar[Mapping[str, ClassLoss]]
     loss: ClassLoss
-
-    def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
-        super().__init__(config, names)
-        if len(names) > MOST_IN_MATRIX and "acc" in self.metrics:
-            by_class = Metric(hits_by_class, share_of_hits, is_proportion=True)
-            self.metrics = {**self.metrics, "acc": by_class}
 
     @classmethod
     def own_loss(cls, loss_class: Any) -> ClassLoss:
@@ -249,17 +219,6 @@ class Classification(LossTask):
         classes, else the number of classes.
         """
         return self.config.model.num_classes or self.num_outputs
-
-    def check_targets(self, targets: Tensor) -> None:
-        if not len(targets):
-            return
-        smallest, largest = targets.min().item(), targets.max().item()
-        if targets.is_floating_point() or smallest < 0 or largest >= len(self.names):
-            raise ValueError(
-                f"the data has labels from {smallest} to {largest}, expected integers from 0 to "
-                f"{len(self.names) - 1} for {len(self.names)} classes; fix the labels or the "
-                "dataset's target_names"
-            )
 
     def class_weights(self, labels: Tensor | None) -> dict[str, Tensor]:
         """Build the keyword arguments that pass train.class_weights to the loss.
@@ -319,6 +278,66 @@ class Classification(LossTask):
         ].double()
         return weights
 
+    def predictions(self, outputs: Tensor, topk: int) -> dict[str, list[Any]]:
+        """Return the columns `class_<k>` and `probability_<k>` of the `topk` most likely classes of
+        each image, the most likely class first.
+        """
+        count = min(topk, len(self.names))
+        best, columns = self.loss.probabilities(outputs).topk(count), {}
+        for place in range(count):
+            columns[f"class_{place + 1}"] = [
+                self.names[index] for index in best.indices[:, place].tolist()
+            ]
+            columns[f"probability_{place + 1}"] = best.values[:, place].tolist()
+        return columns
+
+
+class Classification(ClassTask):
+    """Task in which each image has one class. Targets are class numbers: int64 [B]."""
+
+    target = "label"
+    headline = "acc"
+    applies: ClassVar[tuple[str, ...]] = (
+        "mixup",
+        "erasing",
+        "auto_augment",
+        "smoothing",
+        "class_weights",
+        "balance",
+    )
+    known_losses: ClassVar[Mapping[str, ClassLoss]] = {
+        "ce": ClassLoss(cross_entropy, reads=("smoothing", "mixup", "class_weights")),
+        "bce": ClassLoss(
+            partial(binary_cross_entropy, False),
+            sigmoid_losses,
+            ("smoothing", "mixup", "class_weights"),
+            sigmoid,
+            has_class_terms=True,
+        ),
+    }
+    metrics: Mapping[str, Metric] = {
+        "loss": LOSS,
+        "acc": Metric(confusion, on_diagonal, is_proportion=True),
+        "acc5": Metric(hits_in_top5, per_image, is_proportion=True, min_outputs=6),
+    }
+
+    def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
+        super().__init__(config, names)
+        if len(names) > MOST_IN_MATRIX and "acc" in self.metrics:
+            by_class = Metric(hits_by_class, share_of_hits, is_proportion=True)
+            self.metrics = {**self.metrics, "acc": by_class}
+
+    def check_targets(self, targets: Tensor) -> None:
+        if not len(targets):
+            return
+        smallest, largest = targets.min().item(), targets.max().item()
+        if targets.is_floating_point() or smallest < 0 or largest >= len(self.names):
+            raise ValueError(
+                f"the data has labels from {smallest} to {largest}, expected integers from 0 to "
+                f"{len(self.names) - 1} for {len(self.names)} classes; fix the labels or the "
+                "dataset's target_names"
+            )
+
     def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"acc": hits(scores, targets)}
 
@@ -358,16 +377,3 @@ class Classification(LossTask):
         _, scores, labels = evaluation.rows
         columns = {"label": [self.names[label] for label in labels.tolist()]}
         return columns | self.predictions(scores, 5)
-
-    def predictions(self, outputs: Tensor, topk: int) -> dict[str, list[Any]]:
-        """Return the columns `class_<k>` and `probability_<k>` of the `topk` most likely classes of
-        each image, the most likely class first.
-        """
-        count = min(topk, len(self.names))
-        best, columns = self.loss.probabilities(outputs).topk(count), {}
-        for place in range(count):
-            columns[f"class_{place + 1}"] = [
-                self.names[index] for index in best.indices[:, place].tolist()
-            ]
-            columns[f"probability_{place + 1}"] = best.values[:, place].tolist()
-        return columns

@@ -102,11 +102,6 @@ class LossTask(ImageTask):
             getattr(loss_class, "reads", ()),
         )
 
-    @classmethod
-    def options_of_loss(cls, name: str) -> tuple[str, ...]:
-        """Return the training options (entries of timm_parallel.OPTIONS) that a loss reads."""
-        return cls.find_loss(name).reads
-
     def prepare(self, labels: Tensor | None) -> None:
         self.weights = {name: of.tolist() for name, of in self.class_weights(labels).items()}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from src.schema import ResolvedConfig
 from src.tasks.classification import (
-    Classification,
     ClassLoss,
+    ClassTask,
     binary_cross_entropy,
     sigmoid,
     sigmoid_losses,
@@ -74,7 +74,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
     return float(evaluator.compute()["map"]) / 100
 
 
-class Multilabel(Classification):
+class Multilabel(ClassTask):
     """Task in which each image has any number of labels. Targets are float [B, classes]: 1 for a
     label, else 0.
     """
@@ -134,19 +134,6 @@ class Multilabel(Classification):
 
     def count_classes(self, targets: Tensor) -> Tensor:
         return (targets > 0.5).sum(0)
-
-    def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    @property
-    def checked_metrics(self) -> dict[str, Metric]:
-        return dict(self.metrics)
-
-    def details(self, evaluation: Evaluation) -> dict[str, Any]:
-        return {"samples": evaluation.samples}
-
-    def draw(self, evaluation: Evaluation) -> dict[str, Any]:
-        return {}
 
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
         """Return columns for a table with a row per image: its labels, and all classes with their

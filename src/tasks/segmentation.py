@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,7 +104,7 @@ def dice_losses(scores: Tensor, masks: Tensor) -> Tensor:
 
 class LossOfMasks(nn.Module):
     """A loss of each image [B] with class weights. This is a module, so that a strategy can move
-    the weights to a device, and DataParallel can copy them.
+    the weights to a device.
     """
 
     class_weight: Tensor | None
@@ -197,6 +197,12 @@ class SegmentationOptions:
 
 # Side of the predicted masks that a page of images shows, in pixels.
 THUMBNAIL = 96
+
+
+@lru_cache(maxsize=1)
+def class_weights_on(device: torch.device, weights: tuple[float, ...]) -> Tensor:
+    """Copy the weights of the classes to a device once, instead of for each batch."""
+    return torch.tensor(weights, device=device)
 
 
 class Segmentation(LossTask):
@@ -310,7 +316,7 @@ class Segmentation(LossTask):
         is_labeled = masks != IGNORED
         if "class_weight" not in self.weights:
             return is_labeled.sum()
-        of_class = torch.tensor(self.weights["class_weight"], device=masks.device)
+        of_class = class_weights_on(masks.device, tuple(self.weights["class_weight"]))
         return (of_class[masks.long().masked_fill(~is_labeled, 0)] * is_labeled).sum()
 
     def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import WINDOWS
 from timm_parallel.machine.ranks import starter
-from timm_parallel.machine.text import yaml_text
 
 
 def resolve(
@@ -94,13 +93,10 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
     if resolved.cluster.scheduler != "local":
         return []
     parallel, cuda, lines = resolved.parallel, len(hardware.visible_cuda_devices()), []
-    of_all = (
+    if (
         asked.parallel.devices == "auto"
         and asked.parallel.device_ids is None
         and world_size is None
-    )
-    if (
-        of_all
         and not asked.parallel.has_one_device
         and parallel.accelerator == "cuda"
         and parallel.devices < cuda
@@ -224,12 +220,6 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             )
     if parallel.backend == "mpi" and not hardware.has_mpi():
         yield ("parallel.backend=mpi: the installed torch was built without MPI; use nccl or gloo")
-    if parallel.batched_grad_copy is not None and not hardware.ddp_has("batched_grad_copy"):
-        yield (
-            f"parallel.batched_grad_copy={yaml_text(parallel.batched_grad_copy)}: "
-            "DistributedDataParallel of the installed torch lacks this option; install torch >= "
-            "2.14, or use null"
-        )
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"

@@ -37,14 +37,7 @@ def refuse(*problems: Iterator[str]) -> None:
 
 def check_values(config: Config) -> None:
     """Raise RefusedError if a config value is invalid by itself, regardless of other keys."""
-    groups = [group for group in vars(config).values() if hasattr(group, "value_problems")]
-    refuse(
-        key_problems(config),
-        _names(config),
-        *(group.value_problems() for group in groups),
-        _strategy(config),
-        _trackers(config),
-    )
+    refuse(key_problems(config), _names(config), _strategy(config), _trackers(config))
 
 
 def check_combination(config: Config) -> None:

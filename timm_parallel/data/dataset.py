@@ -36,22 +36,15 @@ SYSTEM_FOLDERS = (
 class Split(Protocol):
     """One split of a dataset. An index returns a uint8 image [C, H, W] and its target, or a
     dictionary of further fields of the batch.
+
+    A training split may have a method `stream(epoch)` instead of an index. It yields the samples in
+    the order of training, as many as `len()` declares. Each process reads the whole stream and
+    keeps its part, so reading should be cheap, and the same epoch must yield the same samples.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
-
-
-class StreamSplit(Protocol):
-    """A training split without an index: `stream(epoch)` yields its samples in the order of
-    training, as many as `len()` declares. Each process reads the whole stream and keeps its part,
-    so reading should be cheap, and the same epoch must yield the same samples.
-    """
-
-    def __len__(self) -> int: ...
-
-    def stream(self, epoch: int) -> Iterator[Sample]: ...
 
 
 class ImageDataset:

@@ -59,7 +59,6 @@ NOT_TRAINING = (
 )
 # Keys of which the ranks replace `auto`, because only they know the devices and the model.
 CHOSEN_BY_RANKS = ("train.precision", "model.channels_last")
-PER_DEVICE = ("device_ids", "output_device")
 # Types of values that can be compared without loading a config with its types.
 PLAIN = (bool, int, float, str, type(None))
 NOWHERE = object()
@@ -314,12 +313,12 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     pairs = [item.partition("=") for item in overrides]
     chosen = [value for key, _, value in pairs if key in ("parallel", "parallel.strategy")]
     if chosen and chosen[-1] != strategy:
-        dropped = [*strategy_options(), "max_restarts", "process_per_device", "options"]
+        dropped = [*strategy_options(), "max_restarts", "options"]
         has_one_device = ParallelConfig(chosen[-1]).has_one_device
         if has_one_device:
             dropped.append("devices")
         if has_one_device or chosen[-1] == "auto":
-            dropped += PER_DEVICE
+            dropped += ["device_ids", "output_device"]
         saved["parallel"] = {
             key: value for key, value in saved["parallel"].items() if key not in dropped
         }

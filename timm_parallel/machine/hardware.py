@@ -108,14 +108,6 @@ def other_gpus() -> str | None:
     return None
 
 
-@cache
-def ddp_has(option: str) -> bool:
-    """Return True if torch's DistributedDataParallel has an argument with this name. The source is
-    read, and torch is not imported.
-    """
-    return _search_torch("nn/parallel/distributed.py", rf"^ +({option})=") is not None
-
-
 def _search_torch(file: str, pattern: str) -> str | None:
     """Search a file of the torch package with a regular expression, without importing torch. Return
     group 1 of the first match; None without a match.

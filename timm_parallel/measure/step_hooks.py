@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.faults.liveness import BACKWARD, EVALUATING, FORWARD, READING, liveness
+from timm_parallel.faults.liveness import EVALUATING, FORWARD, READING, liveness
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.measure.meter import Meter
 
@@ -40,10 +40,6 @@ class StepHooks:
         elif phase == FORWARD:
             self.meter.end_fetch()
 
-    def start_backward(self) -> None:
-        """Report that the backward pass starts."""
-        self.at(BACKWARD)
-
     def start_update(self) -> None:
         """Report that the gradients are complete and the optimizer step starts."""
 
@@ -54,10 +50,6 @@ class StepHooks:
         """
         self.meter.end_step()
         return self.stop.should_stop()
-
-    def synchronized(self) -> None:
-        """Tell the meter that the device has finished all queued work."""
-        self.meter.synchronized()
 
     def profile(self, folder: Path) -> dict[str, Any] | None:
         """Write the profile of this rank, and return its entry for result.json.

@@ -71,7 +71,8 @@ def read_weights(
             and isinstance(contents.get("format"), int)
         ):
             return _of_checkpoint(path, contents)
-        tensors = _tensors_in(read_foreign(path))
+        state = read_foreign(path)
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     except FileNotFoundError:
         raise ValueError(f"model.weights={path}: no such file") from None
     except RefusedError:
@@ -103,10 +104,6 @@ def read_weights(
         target_names=_class_names(path, contents, target_names),
         is_of_timm=_has_classes_of_timm(contents),
     )
-
-
-def _tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _python_objects(path: Path) -> list[str]:

@@ -6,16 +6,15 @@ BatchNorm in training, and losses over pairs of images, see only the chunk of th
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
-from timm_parallel.parallel.dp_step import StepInReplicas, StepOnOutputs, chunk_sizes
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
@@ -51,9 +50,8 @@ class DataParallelStrategy(Strategy):
         """Wrap a training step with DataParallel. Raises ValueError if the task has networks other
         than the model and its loss, because only the model would be spread over the devices.
 
-        By default the model is replicated, and the loss of the whole batch is computed on the
-        gathered outputs. With `loss_in_replica`, the whole step is replicated, and each replica
-        computes the losses of its chunk.
+        The model is replicated, and the loss of the whole batch is computed on the gathered
+        outputs. This is the usual form of DataParallel.
         """
         others = [name for name in step.networks if name not in ("model", LOSS)]
         if others:
@@ -61,24 +59,13 @@ class DataParallelStrategy(Strategy):
                 f"parallel=dp: DataParallel spreads one network, but the task has {others} too; "
                 "use parallel=ddp"
             )
-        if self.config.loss_in_replica:
-            # Statistics of norms in a loss come from the first replica, as those of the model do.
-            of_norms = {
-                id(buffer)
-                for module in step.modules()
-                if isinstance(module, nn.modules.batchnorm._NormBase)
-                for buffer in module.buffers()
-            }
-            known = of_norms | {id(buffer) for buffer in step.networks["model"].buffers()}
-            own = {n: buffer for n, buffer in step.named_buffers() if id(buffer) not in known}
-            return StepInReplicas(step, partial(self._spread, gather_on=self.output_device), own)
         spread = self._spread(step.networks["model"], self.output_device)
         # Move the loss to the device on which the outputs are gathered. The model stays on its
         # device.
         if LOSS in step.networks:
             step.networks[LOSS].to(self.output_device)
         step.networks["model"] = spread
-        return StepOnOutputs(step)
+        return _StepOnOutputs(step)
 
     def for_evaluation(self, networks: Networks) -> Networks:
         """Replicate the model for evaluation, and gather its outputs on the device of the batch.
@@ -88,7 +75,8 @@ class DataParallelStrategy(Strategy):
         return networks.replace(model=self._spread(networks["model"], self.device))
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
-        return chunk_sizes(batch_size, len(self.devices))
+        # torch splits a batch in this way, so the last chunk may be smaller.
+        return [len(chunk) for chunk in torch.arange(batch_size).chunk(len(self.devices))]
 
     def count_replicas(self) -> int:
         probe = self._spread(_One().to(self.device), self.device)
@@ -102,6 +90,18 @@ class DataParallelStrategy(Strategy):
         if self.device.type == "cuda":
             return nn.DataParallel(module, self.devices, gather_on, dim)
         return ThreadedDataParallel(module, len(self.devices), self.config.threads_per_device, dim)
+
+
+class _StepOnOutputs(nn.Module):
+    """Training step whose losses move from the output device to the device of the batch."""
+
+    def __init__(self, step: PhaseStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, numbers = self.step(batch)
+        return losses.to(batch.device), numbers
 
 
 class _One(nn.Module):

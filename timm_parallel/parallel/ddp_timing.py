@@ -82,11 +82,9 @@ class DdpCommunication(Communication):
     ddp.
     """
 
-    def __init__(self, wrapped: nn.Module) -> None:
+    def __init__(self, wrapped: TimedDistributedDataParallel) -> None:
         self._wrapped = wrapped
-        steps = (
-            "every step" if getattr(wrapped, "device_type", "cpu") == "cpu" else "every tenth step"
-        )
+        steps = "every step" if wrapped.device_type == "cpu" else "every tenth step"
         self.method = (
             f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
         )
@@ -113,8 +111,6 @@ class DdpCommunication(Communication):
         # torch gives only means over all timed steps since the start of the run, so they are
         # converted to sums. A step is included once the next step starts.
         ddp = self._wrapped
-        if not isinstance(ddp, TimedDistributedDataParallel):
-            return torch.zeros(5, dtype=torch.float64)
         stats: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[operator]
         # The number of the last step that was timed.
         steps = int(stats.get("iteration", 0))
@@ -134,7 +130,7 @@ class DdpCommunication(Communication):
     def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         # Count the gradients once per optimizer step, because only the last batch of an accumulated
         # step is reduced. Gradients of the other batches add up locally.
-        if getattr(self._wrapped, "is_compressed", False):
+        if self._wrapped.is_compressed:
             return BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
         return sum(parameter.nbytes for parameter in trained)
 

@@ -73,5 +73,6 @@ class Distributed(Strategy):
             return Communication()
         # Report the communication as unknown if a subclass wraps the step in another class than
         # DDP.
-        is_ddp = isinstance(wrapped, TimedDistributedDataParallel)
-        return DdpCommunication(wrapped) if is_ddp else UnmeasuredCommunication()
+        if not isinstance(wrapped, TimedDistributedDataParallel):
+            return UnmeasuredCommunication()
+        return DdpCommunication(wrapped)

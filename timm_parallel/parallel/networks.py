@@ -82,8 +82,6 @@ class HasLosses(Protocol):
         self, networks: Any, batch: Batch, phase: str
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
-    def weight(self, batch: Batch) -> Tensor | int: ...
-
 
 class PhaseStep(nn.Module):
     """Computes the losses of one phase for a batch. A strategy wraps this module from outside."""

@@ -186,17 +186,6 @@ def show_end(
     ):
         reason = f"no better {config.checkpoint.metric} in {train.early_stop} evaluations"
         log.info("early stop   %s (train.early_stop)", reason)
-    target, loss = train.target_loss, result.train.get("loss")
-    if target is not None:
-        values = f"train/loss {_number(loss)}, train.target_loss={target:g}"
-        if loss is not None and loss <= target:
-            log.info("target       reached: %s; the model can learn these images", values)
-        else:
-            log.info(
-                "target       not reached: %s; check the labels, the loss and optim.lr, or train "
-                "longer",
-                values,
-            )
     if result.profile:
         for line in summary_lines(result.profile[0], result.seconds["start"], folder):
             log.info("%s", line)

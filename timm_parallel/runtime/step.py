@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
-from timm_parallel.faults.liveness import FORWARD, READING
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
 from timm_parallel.measure.metric_window import LOSS, MetricWindow
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
@@ -132,7 +132,7 @@ class Step:
                     f"{len(batch)}; return the loss of each sample [{len(batch)}], or their mean"
                 )
             loss, scaled = self._means(losses, batch)
-            self.parts.hooks.start_backward()
+            self.parts.hooks.at(BACKWARD)
             (scaled if phase.scaler is None else phase.scaler.scale(scaled)).backward()
         means = {name: value.detach().float().mean() for name, value in values.items()}
         return loss.detach(), means
@@ -259,7 +259,7 @@ class Step:
         self.stops = parts.hooks.end_step()
         if self.is_logged or self.stops:
             progress.add_steps(self._window.fetch(self._strategy.group))
-            parts.hooks.synchronized()
+            parts.hooks.meter.synchronized()
         for phase in self._phases.values():
             phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
         if self.is_logged:

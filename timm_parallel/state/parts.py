@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,6 @@ class Learning:
     schedule: Any
     # Function that clips the gradients of the phase in place; None: do not clip.
     clip: Callable[[], None] | None = None
-
-
-class BuildLearning(Protocol):
-    """Function of a project that builds the optimizer of a phase."""
-
-    def __call__(self, phase: str, networks: dict[str, nn.Module]) -> Learning:
-        """`networks`: those that the phase trains, without the wrapper of a strategy."""
 
 
 @dataclass
@@ -174,17 +167,18 @@ def build_state(
     strategy: Strategy,
     task: Task[Any],
     networks: Networks,
-    build: BuildLearning,
+    build: Callable[[str, dict[str, nn.Module]], Learning],
     *,
     sample: Batch | None = None,
     compile_network: Callable[[nn.Module], nn.Module] = lambda network: network,
 ) -> TrainState:
     """Build a step and an optimizer for each phase of a task. All ranks must call this function.
 
-    `networks`: those of `build_networks`, averages included. Raises ValueError if a trainable
-    parameter belongs to no phase or to two. `sample`: a training batch of any size, with which the
-    FLOPs of a step are counted. `compile_network`: function that wraps each network by
-    torch.compile, or returns it unchanged.
+    `networks`: those of `build_networks`, averages included. `build`: function of a project that
+    builds the optimizer of a phase, from its name and the networks that it trains, without the
+    wrapper of a strategy. `sample`: a training batch of any size, with which the FLOPs of a step
+    are counted. `compile_network`: function that wraps each network by torch.compile, or returns it
+    unchanged. Raises ValueError if a trainable parameter belongs to no phase or to two.
     """
     task.ranks = strategy.group
     bare = Networks({name: of for name, of in networks.items() if name not in task.averages})

@@ -162,11 +162,10 @@ def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, A
     for name, (average, source) in state.averages.items():
         saved = contents["averages"].get(name)
         if saved is None:
-            whole = {
+            saved = {
                 key: strategy.whole(tensor)
                 for key, tensor in state.networks[source].state_dict().items()
             }
-            saved = whole
         _load(average.module, strategy, saved)
 
 
@@ -313,8 +312,9 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
         trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
         try:
             with liveness.on_trial():
-                # Some optimizers need a function that computes the loss again.
-                trial.step(_no_loss)
+                # Some optimizers need a function that computes the loss again. Here, all gradients
+                # are 0.
+                trial.step(lambda: 0.0)
         # Skip optimizers, such as kron, of which a copy cannot step, because they keep data outside
         # of their groups and state. Also skip those whose step takes no such function.
         except (AttributeError, TypeError):
@@ -325,8 +325,3 @@ def _check_state_is_complete(optimizer: Optimizer) -> None:
                 f"checkpoint does not have ({error}); set optim.kwargs and optim.momentum as in "
                 "the saved run, or start a new run"
             ) from None
-
-
-def _no_loss() -> float:
-    """Return the loss of the trial step, whose gradients are 0."""
-    return 0.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -71,28 +70,20 @@ def batch_of(images: Tensor, labels: Tensor) -> Batch:
     return Batch({"image": images, "target": labels})
 
 
-def strategy(devices: int, loss_in_replica: bool | None = None) -> DataParallelStrategy:
+def strategy(devices: int) -> DataParallelStrategy:
     config = ResolvedParallel(
-        strategy="dp",
-        devices=devices,
-        accelerator="cpu",
-        threads_per_device=1,
-        loss_in_replica=loss_in_replica,
+        strategy="dp", devices=devices, accelerator="cpu", threads_per_device=1
     )
     return DataParallelStrategy(config, Ranks())
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("loss_in_replica", [False, True])
 @pytest.mark.parametrize(("batch", "devices"), [(8, 2), (7, 3), (2, 3), (5, 1)])
 @pytest.mark.parametrize("model", [Small, Recurrent])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(
-    model: type[nn.Module], batch: int, devices: int, loss_in_replica: bool, reduction: str
+    model: type[nn.Module], batch: int, devices: int, reduction: str
 ) -> None:
-    """A loss that returns a mean is the mean over the chunk of a replica. The mean over the batch
-    weighs these means by the sizes of the chunks.
-    """
     torch.manual_seed(0)
     bare = model()
     copied = copy.deepcopy(bare)
@@ -100,7 +91,7 @@ def test_gradients_of_dp_with_threads_on_cpu_equal_those_of_the_unwrapped_model(
     expected = nn.functional.cross_entropy(bare(images), labels)
     expected.backward()
     step = step_of(copied, nn.CrossEntropyLoss(reduction=reduction))
-    wrapped = strategy(devices, loss_in_replica).wrap(step)
+    wrapped = strategy(devices).wrap(step)
     losses, numbers = wrapped(batch_of(images, labels))
     loss = losses.mean()
     loss.backward()
@@ -148,31 +139,6 @@ def test_batchnorm_statistics_of_dp_with_threads_come_from_the_first_replica() -
     assert spread.num_batches_tracked == 1
 
 
-class Centered(nn.Module):
-    """Loss that subtracts a center, which it moves, as in DINO."""
-
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(3))
-        self.norm = nn.BatchNorm1d(3) if norm else nn.Identity()
-
-    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        if isinstance(self.norm, nn.Identity):
-            self.get_buffer("center").lerp_(outputs.detach().mean(0), 0.1)
-        return (self.norm(outputs) - self.center).square().mean()
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("loss_in_replica", [False, True])
-def test_dp_refuses_a_loss_in_replicas_that_writes_a_buffer(
-    loss_in_replica: bool, norm: bool
-) -> None:
-    wrapped = strategy(2, loss_in_replica).wrap(step_of(Small(), Centered(norm)))
-    is_refused = loss_in_replica and not norm
-    with pytest.raises(ValueError, match="center") if is_refused else nullcontext():
-        wrapped(batch_of(torch.rand(4, 6), torch.zeros(4, dtype=torch.long)))
-
-
 def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> None:
     class Picky(nn.Module):
         def forward(self, chunk: Tensor) -> Tensor:
@@ -186,40 +152,10 @@ def test_exception_in_a_replica_thread_of_dp_is_raised_in_the_main_thread() -> N
     assert spread(torch.ones(4)).sum() == 4
 
 
-class Noised(OneLoss):
-    """Task whose loss adds noise of the batch to the outputs."""
-
-    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs = networks.model(batch.image)
-        return (outputs + batch.normal(3).to(outputs.device)).square().mean(1), {}
-
-
-def test_draws_of_replicas_of_dp_equal_those_of_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    model, images = Small(), torch.randn(7, 6)
-    step = PhaseStep(Noised(), Networks({"model": model}), "train")
-
-    def batch() -> Batch:
-        return Batch({"image": images}, torch.arange(5, 12).numpy(), seed=3, epoch=2)
-
-    expected, _ = step(batch())
-    losses, _ = strategy(3, loss_in_replica=True).wrap(step)(batch())
-    torch.testing.assert_close(losses, expected)
-
-
-@pytest.mark.parametrize("loss_in_replica", [False, True])
-def test_dp_refuses_a_task_with_a_network_next_to_its_model(loss_in_replica: bool) -> None:
+def test_dp_refuses_a_task_with_a_network_next_to_its_model() -> None:
     networks = Networks({"model": Small(), "teacher": Small()})
     with pytest.raises(ValueError, match=r"parallel=dp: .*teacher.*parallel=ddp"):
-        strategy(2, loss_in_replica).wrap(PhaseStep(OneLoss(), networks, "train"))
-
-
-def test_dp_in_replicas_refuses_a_field_that_is_no_tensor() -> None:
-    step = step_of(Small(), nn.functional.cross_entropy)
-    boxes = [torch.zeros(1, 4), torch.zeros(2, 4)]
-    batch = Batch({"image": torch.rand(2, 6), "target": torch.zeros(2).long(), "boxes": boxes})
-    with pytest.raises(ValueError, match=r"parallel.loss_in_replica=true: the field boxes "):
-        strategy(2, loss_in_replica=True).wrap(step)(batch)
+        strategy(2).wrap(PhaseStep(OneLoss(), networks, "train"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

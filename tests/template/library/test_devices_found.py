@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import inspect
 import math
 import shutil
 import subprocess
@@ -47,22 +46,6 @@ def test_run_is_refused_for_mpi_backend_or_for_compile_with_small_ddp_buckets(
         resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
     assert all(name in str(refusal.value) for name in named), refusal.value
     assert not (tmp_path / "run").exists()
-
-
-def test_parallel_batched_grad_copy_is_refused_when_the_installed_torch_lacks_the_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    has_it = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
-    assert (hardware.ddp_has("batched_grad_copy"), hardware.ddp_has("no_such_option")) == (
-        has_it,
-        False,
-    )
-    monkeypatch.setattr(hardware, "ddp_has", lambda option: False)
-    assert resolved("parallel=ddp").parallel.batched_grad_copy is None
-    with pytest.raises(ValueError, match=r"^parallel\.batched_grad_copy=true: "):
-        resolved("parallel=ddp", "parallel.batched_grad_copy=true")
 
 
 def test_compile_accepts_one_megabyte_ddp_buckets() -> None:

@@ -215,22 +215,6 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
     assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [(0.02, "reached: train/loss 0.0200"), (1.5, "not reached: train/loss 1.5000")],
-)
-def test_overfit_preset_reports_whether_loss_target_is_reached(
-    loss: float, expected: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = resolved("debug=overfit", "parallel=single")
-    result = Result("done", train={"loss": loss}, val={"acc": 0.5, "acc_best": 0.5})
-    with caplog.at_level(logging.INFO):
-        show_end(config, Path("outputs/x"), result, [], [])
-    assert any(line.partition(" ")[2].strip().startswith(expected) for line in caplog.messages), (
-        caplog.messages
-    )
-
-
 @pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
 def test_console_reports_early_stop_only_when_the_run_ended_before_the_last_epoch(
     epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture

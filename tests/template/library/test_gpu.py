@@ -260,10 +260,9 @@ def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
 
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
-@pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_dp_training_with_two_replicas_on_one_device_matches_single(
-    accelerator: str, loss_in_replica: bool | None, precision: str
+    accelerator: str, precision: str
 ) -> None:
     """DataParallel of torch accepts one device twice, although train.py refuses this. On a CPU,
     each replica is a thread.
@@ -276,7 +275,7 @@ def test_dp_training_with_two_replicas_on_one_device_matches_single(
     config = resolved("parallel=single", *overrides)
     alone = losses_and_evaluation(config)
     parallel = config.parallel
-    parallel.strategy, parallel.devices, parallel.loss_in_replica = "dp", 2, loss_in_replica
+    parallel.strategy, parallel.devices = "dp", 2
     parallel.device_ids = [0, 0] if accelerator == "cuda" else None
     both = losses_and_evaluation(config)
     assert len(both[0]) == 6 and max(alone[0]) - min(alone[0]) > 0.1, (

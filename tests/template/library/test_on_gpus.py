@@ -181,19 +181,14 @@ def batch(size: int, device: torch.device) -> Batch:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("device_ids", [None, [2, 0, 1]], ids=str)
 @pytest.mark.parametrize("output_device", [None, 0, 1])
-@pytest.mark.parametrize("loss_in_replica", [None, True])
 @pytest.mark.usefixtures("three_gpus")
 def test_dp_places_the_training_loss_on_the_configured_output_device(
     device_ids: list[int] | None,
     output_device: int | None,
-    loss_in_replica: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strategy = on_gpus(
-        devices=len(device_ids or [0, 1]),
-        device_ids=device_ids,
-        output_device=output_device,
-        loss_in_replica=loss_in_replica,
+        devices=len(device_ids or [0, 1]), device_ids=device_ids, output_device=output_device
     )
     with strategy.device:
         model: nn.Module = Seen()

@@ -24,11 +24,7 @@ from timm_parallel.testing.ranks import in_ranks
 SPREADS = {
     "dp2": ("parallel=dp", "parallel.devices=2"),
     "dp3": ("parallel=dp", "parallel.devices=3"),
-    "dp5_in_unequal_chunks_with_loss_in_replica": (
-        "parallel=dp",
-        "parallel.devices=5",
-        "parallel.loss_in_replica=true",
-    ),
+    "dp5_in_unequal_chunks": ("parallel=dp", "parallel.devices=5"),
     "ddp2": ("parallel=ddp", "parallel.devices=2"),
     "ddp3": ("parallel=ddp", "parallel.devices=3"),
     "fsdp2": ("parallel=fsdp", "parallel.devices=2"),

@@ -23,7 +23,6 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
 from tests.template.runs import parts_of, resolved, task_of, train_run
-from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
@@ -56,7 +55,6 @@ SETTINGS = (
 SPREADS = {
     "single": ("parallel=single",),
     "dp": ("parallel=dp", "parallel.devices=2"),
-    "dp_in_replica": ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
     "ddp": ("parallel=ddp", "parallel.devices=2"),
     "fsdp": ("parallel=fsdp", "parallel.devices=2"),
 }
@@ -282,30 +280,6 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
         "meta"
     }
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-
-def test_each_dp_replica_has_its_own_copy_of_the_class_weights() -> None:
-    config = ResolvedParallel(
-        strategy="dp", devices=2, accelerator="cpu", threads_per_device=1, loss_in_replica=True
-    )
-    strategy, task = (
-        DataParallelStrategy(config, Ranks()),
-        task_of(3, TrainConfig(class_weights=[1.0, 2.0, 3.0])),
-    )
-    task.prepare(None)
-    model = nn.Linear(4, 3)
-    networks = Networks(task.networks(model))
-    weights: dict[int, int] = {}
-
-    def note(replica: nn.Module, *_: Any) -> None:
-        weights[id(replica)] = replica.weight.data_ptr()  # type: ignore[operator]
-
-    networks["loss"].register_forward_pre_hook(note)
-    images, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    wrapped = strategy.wrap(PhaseStep(task, networks, "train"))
-    losses_of_images, _ = wrapped(Batch({"image": images, "target": labels}))
-    assert len(weights) == len(set(weights.values())) == 2
-    assert torch.allclose(losses_of_images, networks["loss"](model(images), labels))
 
 
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])

@@ -30,14 +30,8 @@ IN_CHUNKS = (
     "data.limit_train=75",
 )
 SPREADS = {
-    "dp_with_the_loss_on_one_device": (*IN_CHUNKS, "parallel.loss_in_replica=false"),
-    "dp_with_the_loss_in_replicas": (*IN_CHUNKS, "parallel.loss_in_replica=true"),
-    "dp_accumulating": (
-        *IN_CHUNKS,
-        "parallel.loss_in_replica=true",
-        "data.limit_train=150",
-        "train.accumulate=2",
-    ),
+    "dp": IN_CHUNKS,
+    "dp_accumulating": (*IN_CHUNKS, "data.limit_train=150", "train.accumulate=2"),
     "ddp": ("parallel=ddp", "parallel.devices=3", "data.batch_size=24", "data.limit_train=72"),
     "accumulating": (
         "parallel=single",

@@ -66,7 +66,6 @@ VALUES: dict[str, tuple[str, ...]] = {
 SPREADS = (
     ("parallel=single",),
     ("parallel=dp", "parallel.devices=2"),
-    ("parallel=dp", "parallel.devices=2", "parallel.loss_in_replica=true"),
     ("parallel=ddp", "parallel.devices=2"),
     (
         "parallel=ddp",
