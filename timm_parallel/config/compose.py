@@ -32,6 +32,7 @@ from timm_parallel.config.hydra_allowlist import (
     check_hydra_types,
 )
 from timm_parallel.config.resolvers import by_device, device_counts
+from timm_parallel.config.suggest import is_known
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text
@@ -303,7 +304,19 @@ def load_config(folder: Path) -> ResolvedConfig:
         raise ValueError(
             f"{folder}: expected a run folder, but it has no readable config.yaml"
         ) from None
+    _drop_removed_keys(task)
     return as_resolved(to_config(task))
+
+
+def _drop_removed_keys(saved: DictConfig) -> None:
+    """Delete keys without a value that no longer exist from a saved config, so that this version
+    reads runs of an earlier one.
+    """
+    known = {key for key, _, _ in leaves(current().config())}
+    for key, value in plain_values(OmegaConf.to_container(saved)):
+        if value is None and key not in known and not is_known(key):
+            section, _, name = key.rpartition(".")
+            del OmegaConf.select(saved, section)[name]
 
 
 def asks_for_accumulate(folder: Path) -> bool:

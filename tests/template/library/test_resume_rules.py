@@ -20,6 +20,7 @@ from PIL import Image
 
 from src.app import app
 from src.schema import Config, OptimConfig
+from tests.template.runs import resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, read_saved, save_config
@@ -642,3 +643,16 @@ def test_resume_is_refused_when_the_path_is_not_a_run_folder(
     assert code == 2 and len(err.splitlines()) == 1
     assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
     assert main.ran == [] and contents(tmp_path) == before
+
+
+def test_saved_config_of_an_earlier_version_is_read_unless_it_sets_a_key_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    save_config(resolved("+model.kwargs.drop_rate=null"), tmp_path)
+    path = tmp_path / "config.yaml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("train:\n", "train:\n  gone: null\n", 1), encoding="utf-8")
+    assert load_config(tmp_path).model.kwargs == {"drop_rate": None}
+    path.write_text(text.replace("train:\n", "train:\n  gone: 3\n", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train\.gone"):
+        load_config(tmp_path)
