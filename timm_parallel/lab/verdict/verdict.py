@@ -46,8 +46,7 @@ from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.lab.verdict.versions import (
     LARGEST,
     Version,
-    copy_commit,
-    copy_working_tree,
+    copy_code,
     find_commit,
 )
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
@@ -121,8 +120,7 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
     """Continue a verdict on the same two versions. If it stopped because more pairs were unlikely
     to decide, add pairs up to the limit. Raises ValueError if it has decided, or cannot go on.
     """
-    verdict = compare(collect([folder]), [folder]).verdict
-    assert verdict is not None
+    verdict = _judge(folder)
     [first, *_] = verdict.findings
     if first.numbers.get("is_futile"):
         record = dataclasses.replace(verdict.record, persists=True)
@@ -134,6 +132,13 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
         )
     print(f"continues    {folder}")
     return _continue(folder)
+
+
+def _judge(folder: Path) -> Verdict:
+    """Compare the runs of a verdict so far."""
+    verdict = compare(collect([folder]), [folder]).verdict
+    assert verdict is not None
+    return verdict
 
 
 def resume_verdict(overrides: list[str]) -> tuple[int, Values]:
@@ -198,8 +203,7 @@ def _copy(folder: Path, base: str, head: str | None) -> list[str]:
     """
     old, new = _versions(folder)
     # Copy the working tree first, because it may contain the sweep folder.
-    left_out = copy_working_tree(new.folder) if head is None else copy_commit(head, new.folder)
-    left_out = sorted({*left_out, *copy_commit(base, old.folder)})
+    left_out = sorted({*copy_code(head, new.folder), *copy_code(base, old.folder)})
     notes = [
         f"{name} differs: both versions run in the current Python environment."
         for name in REQUIREMENTS
@@ -373,15 +377,10 @@ class VerdictRun(Runner):
     def waiting(self) -> list[Job]:
         if self._refused:
             return []
-        if self.jobs.have_ended and self._judge().is_open:
+        if self.jobs.have_ended and _judge(self.jobs.folder).is_open:
             _append_pair(self.jobs, self._record, self._command)
             self.jobs.write()
         return [job for job in self.jobs.jobs if job.status == "waiting"]
-
-    def _judge(self) -> Verdict:
-        verdict = compare(collect([self.jobs.folder]), [self.jobs.folder]).verdict
-        assert verdict is not None
-        return verdict
 
     def need(self, job: Job) -> Requirement:
         return self._need_of_each
@@ -399,7 +398,7 @@ class VerdictRun(Runner):
     def _close(self) -> int:
         folder = self.jobs.folder
         page = write_report([folder])
-        verdict = self._judge()
+        verdict = _judge(folder)
         word = REFUSED if self._refused else verdict.word
         text = sentences([self._refused] if self._refused else verdict.findings)
         notes = [sentence(note) for note in verdict.notes]
