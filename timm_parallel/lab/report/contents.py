@@ -10,7 +10,7 @@ from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.verdict import Verdict
 from timm_parallel.lab.report import tables
-from timm_parallel.lab.report.evidence import ClaimResult
+from timm_parallel.lab.report.claims import ClaimResult
 from timm_parallel.record.jobs import UNFINISHED, Jobs
 
 
