@@ -14,13 +14,13 @@ import random
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pandas as pd
 import psutil
 
 # Python searches the folder of a script for modules, so add the root of the project.
@@ -289,13 +289,8 @@ def summarize(
     """Print a summary of the faults, and write all of them to faults.json. Return the exit code: 1
     if there are complaints.
     """
-    print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
-    for kind in sorted({fault.kind for fault in chaos.faults}):
-        seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]
-        print(
-            f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s "
-            f"{max(seconds):6.1f} s"
-        )
+    seconds = pd.DataFrame(chaos.faults, columns=["kind", "seconds"]).groupby("kind")["seconds"]
+    print(f"\n{seconds.agg(['count', 'median', 'max'])}")
     complaints = [
         f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint
     ] + differences

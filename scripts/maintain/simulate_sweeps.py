@@ -18,6 +18,7 @@ from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -631,33 +632,20 @@ def line(name: str, sweeps: int) -> str:
     """Simulate sweeps of one kind, and format a row of the table: percentages of the sweeps, and
     biases in standard errors.
     """
-    verdicts = simulate(name, sweeps)
-    false = sum(verdict.any_false for verdict in verdicts)
-    bound = lower_bound(false, sweeps)
-    shares = [
-        np.mean([getattr(v, key) for v in verdicts])
-        for key in ("named", "falsely_named", "any_false")
+    frame = pd.DataFrame(simulate(name, sweeps))
+    named, level = frame[frame["named"]], frame["level"].mean()
+    false = int(frame["any_false"].sum())
+    shares = [frame["named"].mean(), frame["falsely_named"].mean(), false / sweeps]
+    biases = [frame["stated"].mean() - level, frame["plain"].mean() - level]
+    biases += [named["stated"].mean() - level, named["difference"].mean()]
+    # The mean of a column leaves out sweeps without a value. It is NaN if none has one.
+    covered = [named["covered"].mean(), frame["value_covered"].mean(), frame["all_covered"].mean()]
+    cells = [
+        *(f"{100 * share:.1f}" for share in (*shares, lower_bound(false, sweeps))),
+        *(f"{bias:+.2f}" for bias in biases),
+        *(f"{100 * share:.1f}" for share in covered),
     ]
-    cells = [f"{100 * share:.1f}" for share in (*shares, bound)]
-    named = [verdict for verdict in verdicts if verdict.named]
-    level = float(np.mean([verdict.level for verdict in verdicts]))
-    for members, key in (
-        (verdicts, "stated"),
-        (verdicts, "plain"),
-        (named, "stated"),
-        (named, "difference"),
-    ):
-        known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
-        offset = 0.0 if key == "difference" else level
-        cells.append(f"{np.mean(known) - offset:+.2f}" if known else "—")
-    for members, key in (
-        (named, "covered"),
-        (verdicts, "value_covered"),
-        (verdicts, "all_covered"),
-    ):
-        known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
-        cells.append(f"{100 * np.mean(known):.1f}" if known else "—")
-    return f"| {name} | {' | '.join(cells)} |"
+    return f"| {name} | {' | '.join('—' if 'nan' in cell else cell for cell in cells)} |"
 
 
 def main(argv: list[str]) -> None:
