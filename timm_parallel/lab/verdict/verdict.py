@@ -98,12 +98,12 @@ def start_verdict(overrides: list[str], base: str, head: str | None, on: str) ->
             overrides=overrides,
             notes=notes,
         )
-        ledger = Ledger(Path(command.config.paths.output_dir), commits[0])
-        earlier = ledger.find(record)
+        outputs = Path(command.config.paths.output_dir)
+        earlier = _find_earlier(outputs, commits[0], record)
         if earlier is None:
             choose_headline(command.config)
             _check(folder, overrides, command.config)
-            record = dataclasses.replace(record, number=ledger.enter(folder))
+            record = dataclasses.replace(record, number=_enter(outputs, commits[0], folder))
             write_json(folder / VERDICT, dataclasses.asdict(record))
             jobs = _new_jobs(folder, record, command)
     # Remove the folder after a Ctrl-C too, because a verdict without jobs.json cannot be resumed.
@@ -253,39 +253,38 @@ def _hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Ledger:
-    """List of the verdicts on one base commit, in a file of the output folder."""
+def _find_earlier(outputs: Path, commit: str, record: Record) -> Path | None:
+    """Return the folder of the last verdict on a base commit that has the same code and settings as
+    `record`. `outputs`: folder that holds the list of all verdicts.
+    """
+    for entry in reversed(_read_ledger(outputs)["bases"].get(commit, [])):
+        folder = Path(entry["sweep"])
+        known = read_record(folder) if (folder / "jobs.json").is_file() else None
+        if known is not None and all(
+            getattr(known, name) == getattr(record, name) for name in _OF_A_QUESTION
+        ):
+            return folder
+    return None
 
-    outputs: Path
-    commit: str
 
-    def find(self, record: Record) -> Path | None:
-        """Return the folder of the last verdict with the same code and settings as `record`."""
-        for entry in reversed(self._read()["bases"].get(self.commit, [])):
-            folder = Path(entry["sweep"])
-            known = read_record(folder) if (folder / "jobs.json").is_file() else None
-            if known is not None and all(
-                getattr(known, name) == getattr(record, name) for name in _OF_A_QUESTION
-            ):
-                return folder
-        return None
+def _enter(outputs: Path, commit: str, sweep: Path) -> int:
+    """Enter a new verdict into the list of all verdicts, and return its number among those on its
+    base commit.
+    """
+    outputs.mkdir(parents=True, exist_ok=True)
+    with lock_folder(outputs, LOCK_SECONDS):
+        ledger = _read_ledger(outputs)
+        entries = ledger["bases"].setdefault(commit, [])
+        number = len(entries) + 1
+        entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
+        write_json(outputs / LEDGER, ledger)
+    return number
 
-    def enter(self, sweep: Path) -> int:
-        """Enter a new verdict, and return its number."""
-        self.outputs.mkdir(parents=True, exist_ok=True)
-        with lock_folder(self.outputs, LOCK_SECONDS):
-            ledger = self._read()
-            entries = ledger["bases"].setdefault(self.commit, [])
-            number = len(entries) + 1
-            entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
-            write_json(self.outputs / LEDGER, ledger)
-        return number
 
-    def _read(self) -> Values:
-        path = self.outputs / LEDGER
-        empty = {"format": LEDGER_FORMAT, "bases": {}}
-        return read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
+def _read_ledger(outputs: Path) -> Values:
+    path = outputs / LEDGER
+    empty = {"format": LEDGER_FORMAT, "bases": {}}
+    return read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
 
 
 def _new_jobs(folder: Path, record: Record, command: Command) -> Jobs:
