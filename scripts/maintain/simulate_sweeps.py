@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
@@ -220,20 +220,15 @@ def lost_runs(
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}
     for setting in range(0, 10, 2):
         lost |= {(setting, 0, int(seed)) for seed in np.argsort(sweep.values[setting, 0])[:worst]}
-    return Sweep(sweep.values, sweep.truth, sweep.error, dict.fromkeys(lost, status))
+    return replace(sweep, status=dict.fromkeys(lost, status))
 
 
-def few_seeds(
-    draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING
-) -> Sweep:
+def few_seeds(draw: np.random.Generator, lost: Mapping[int, Sequence[int]]) -> Sweep:
     """Simulate a sweep of equally good settings of which some have fewer seeds. `lost`: dictionary
-    from setting to the seeds without a result.
+    from setting to the seeds that have not run.
     """
-    sweep = blocks_of_seeds(draw, [0] * 10, 5)
-    gone: dict[tuple[int, ...], str] = {
-        (setting, 0, seed): status for setting, seeds in lost.items() for seed in seeds
-    }
-    return Sweep(sweep.values, sweep.truth, sweep.error, gone)
+    places = [(setting, 0, seed) for setting, seeds in lost.items() for seed in seeds]
+    return replace(blocks_of_seeds(draw, [0] * 10, 5), status=dict.fromkeys(places, MISSING))
 
 
 def binomial(
@@ -399,12 +394,9 @@ def _accuracy(data: Array, labels: Array, train: Array, test: Array) -> float:
     return float((predicted == labels[test]).mean())
 
 
-def _one(size: int, place: int, value: float) -> list[float]:
-    return [value if index == place else 0.0 for index in range(size)]
-
-
-def _noisy(size: int, factors: dict[int, float]) -> list[float]:
-    return [factors.get(place, 1.0) for place in range(size)]
+def _all_but(size: int, usual: float, others: Mapping[int, float]) -> list[float]:
+    """Return a list of the usual value, except at some places."""
+    return [others.get(place, usual) for place in range(size)]
 
 
 # Kinds of sweeps for which no analysis of one split can avoid false statements, see
@@ -417,7 +409,7 @@ ROWS: dict[str, Make] = {
     # Ordinary noise.
     **{
         f"10x5 one better by {size} SE": partial(
-            blocks_of_seeds, advantages=_one(10, 5, size), seeds=5
+            blocks_of_seeds, advantages=_all_but(10, 0, {5: size}), seeds=5
         )
         for size in (0, 1, 2, 3, 5)
     },
@@ -440,24 +432,30 @@ ROWS: dict[str, Make] = {
     "10x5 eight at +3 SE, last +4 SE": partial(
         blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
     ),
-    "10x5 baseline better by 3 SE": partial(blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5),
-    "10x5 baseline better by 6 SE": partial(blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5),
-    "5x5 baseline worse by 8 SE": partial(blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5),
+    "10x5 baseline better by 3 SE": partial(
+        blocks_of_seeds, advantages=_all_but(10, 0, {0: 3}), seeds=5
+    ),
+    "10x5 baseline better by 6 SE": partial(
+        blocks_of_seeds, advantages=_all_but(10, 0, {0: 6}), seeds=5
+    ),
+    "5x5 baseline worse by 8 SE": partial(
+        blocks_of_seeds, advantages=_all_but(5, 0, {0: -8}), seeds=5
+    ),
     "40x5 equal": partial(blocks_of_seeds, advantages=[0] * 40, seeds=5),
     # Settings with unequal noise.
     **{
-        f"10x5 baseline sd x{factor}": partial(unlike_noise, spread=_noisy(10, {0: factor}))
+        f"10x5 baseline sd x{factor}": partial(unlike_noise, spread=_all_but(10, 1, {0: factor}))
         for factor in (5, 3, 2, 1.5)
     },
     **{
-        f"10x5 one setting sd x{factor}": partial(unlike_noise, spread=_noisy(10, {4: factor}))
+        f"10x5 one setting sd x{factor}": partial(unlike_noise, spread=_all_but(10, 1, {4: factor}))
         for factor in (5, 3, 2)
     },
-    "10x5 3 settings sd x5": partial(unlike_noise, spread=_noisy(10, {4: 5, 5: 5, 6: 5})),
+    "10x5 3 settings sd x5": partial(unlike_noise, spread=_all_but(10, 1, {4: 5, 5: 5, 6: 5})),
     "10x5 sd 1:3 alternating": partial(unlike_noise, spread=[1, 3] * 5),
     "10x5 sd 3:1 alternating": partial(unlike_noise, spread=[3, 1] * 5),
     "10x5 baseline and 4 never learn (sd 1e-4), one sd .02": partial(
-        unlike_noise, spread=_noisy(10, dict.fromkeys(range(5), 0.01) | {5: 2})
+        unlike_noise, spread=_all_but(10, 1, dict.fromkeys(range(5), 0.01) | {5: 2})
     ),
     "2x5 sd 1:5": partial(unlike_noise, spread=[1, 5]),
     "4x5 baseline sd x3": partial(unlike_noise, spread=[3, 1, 1, 1]),
@@ -465,7 +463,7 @@ ROWS: dict[str, Make] = {
     "4x3 baseline sd x5": partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3),
     "3x5 baseline sd x10": partial(unlike_noise, spread=[10, 1, 1]),
     "10x5 +7 SE, another setting sd x20": partial(
-        unlike_noise, spread=_noisy(10, {4: 20}), winner=7
+        unlike_noise, spread=_all_but(10, 1, {4: 20}), winner=7
     ),
     # Lost runs.
     **{
