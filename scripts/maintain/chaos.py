@@ -26,7 +26,7 @@ import psutil
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain.chaos_faults import KINDS, Life
+from scripts.maintain.chaos_faults import GRACE, KINDS, Life
 from timm_parallel.machine.files import claim_folder, write_json
 from timm_parallel.record.result import read_metrics, read_result
 
@@ -52,8 +52,6 @@ SETTINGS = (
 PROMPT = 15.0
 # Seconds within which all processes must end if the watchdog must notice the fault first.
 SILENCE = 4 + 15.0
-# Seconds after which a process that still runs counts as hanging.
-GRACE = 90.0
 
 
 @dataclass
@@ -131,12 +129,7 @@ class Chaos:
         before = life.family()
         began = time.monotonic()
         allowed = KINDS[kind](self.draw, life)
-        complaint = ""
-        try:
-            code = life.process.wait(timeout=GRACE)
-        except subprocess.TimeoutExpired:
-            life.process.kill()
-            code, complaint = life.process.wait(), f"still there after {GRACE:.0f} s"
+        code, complaint = life.end()
         left = psutil.wait_procs(before, timeout=max(0.1, began + PROMPT - time.monotonic()))[1]
         seconds = time.monotonic() - began
         if left:
@@ -190,12 +183,9 @@ class Chaos:
             return
         began = time.monotonic()
         life = self.start(folder, epochs, room=150_000)
-        try:
-            code = life.process.wait(timeout=GRACE)
-            complaint = "" if code in (0, 1) else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            life.process.kill()
-            code, complaint = life.process.wait(), "hung"
+        code, complaint = life.end()
+        if not complaint and code not in (0, 1):
+            complaint = f"exit code {code}"
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
     def round(self, whole: Path, epochs: int) -> str:
