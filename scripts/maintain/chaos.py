@@ -216,9 +216,13 @@ def difference(whole: Path, folder: Path) -> str:
 
     expected = torch.load(whole / "checkpoints" / "last.pt", weights_only=True)
     actual = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    for part in ("model", "ema"):
-        for name, tensor in expected[part].items():
-            if not torch.equal(tensor, actual[part][name]):
+    pairs = {
+        "model": (expected["model"], actual["model"]),
+        "ema": (expected["averages"]["ema"], actual["averages"]["ema"]),
+    }
+    for part, (was, now) in pairs.items():
+        for name, tensor in was.items():
+            if not torch.equal(tensor, now[name]):
                 return f"{part}: {name} differs"
     if expected["progress"] != actual["progress"]:
         return f"progress: {expected['progress']} and {actual['progress']}"
