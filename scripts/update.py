@@ -56,12 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     root = options.root.resolve()
     try:
         newest = take(root, options.source, options.keep, options.test, options.library)
-    except Conflict as conflict:
-        print(f"update: {conflict}", file=sys.stderr)
-        return 1
-    except ValueError as error:
+    except (Conflict, ValueError) as error:
         print(f"update: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, Conflict) else 2
     except subprocess.CalledProcessError as error:
         print(
             f"update: {options.test} exited with {error.returncode}; everything is put back",

@@ -238,13 +238,10 @@ def start(seconds: float) -> list[Row]:
             ("first process", first.folder),
             ("second job of a sweep", base / "sweep" / "1"),
         ):
-            rows += start_rows(name, Run(0, "", 0, folder).result)
+            result = Run(0, "", 0, folder).result
+            # The parts of the start of the run.
+            parts = {k: v for k, v in result.get("seconds", {}).items() if k != "total"}
+            if not parts:
+                rows.append(Row(f"start, {name}", f"status {result.get('status')}", True))
+            rows += [Row(f"start, {name}: {key}, s", f"{v or 0:.1f}") for key, v in parts.items()]
     return rows
-
-
-def start_rows(name: str, result: dict[str, Any]) -> list[Row]:
-    """Build a row for each part of the start of a run that result.json lists in `seconds`."""
-    parts = {key: value for key, value in result.get("seconds", {}).items() if key != "total"}
-    if not parts:
-        return [Row(f"start, {name}", f"status {result.get('status')}", True)]
-    return [Row(f"start, {name}: {key}, s", f"{value or 0:.1f}") for key, value in parts.items()]

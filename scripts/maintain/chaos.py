@@ -14,19 +14,19 @@ import random
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pandas as pd
 import psutil
 
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain.chaos_faults import KINDS, Life
+from scripts.maintain.chaos_faults import GRACE, KINDS, Life
 from timm_parallel.machine.files import claim_folder, write_json
 from timm_parallel.record.result import read_metrics, read_result
 
@@ -52,8 +52,6 @@ SETTINGS = (
 PROMPT = 15.0
 # Seconds within which all processes must end if the watchdog must notice the fault first.
 SILENCE = 4 + 15.0
-# Seconds after which a process that still runs counts as hanging.
-GRACE = 90.0
 
 
 @dataclass
@@ -131,12 +129,7 @@ class Chaos:
         before = life.family()
         began = time.monotonic()
         allowed = KINDS[kind](self.draw, life)
-        complaint = ""
-        try:
-            code = life.process.wait(timeout=GRACE)
-        except subprocess.TimeoutExpired:
-            life.process.kill()
-            code, complaint = life.process.wait(), f"still there after {GRACE:.0f} s"
+        code, complaint = life.end()
         left = psutil.wait_procs(before, timeout=max(0.1, began + PROMPT - time.monotonic()))[1]
         seconds = time.monotonic() - began
         if left:
@@ -190,12 +183,9 @@ class Chaos:
             return
         began = time.monotonic()
         life = self.start(folder, epochs, room=150_000)
-        try:
-            code = life.process.wait(timeout=GRACE)
-            complaint = "" if code in (0, 1) else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            life.process.kill()
-            code, complaint = life.process.wait(), "hung"
+        code, complaint = life.end()
+        if not complaint and code not in (0, 1):
+            complaint = f"exit code {code}"
         self.note(Fault("disk full", round(time.monotonic() - began, 2), code, complaint))
 
     def round(self, whole: Path, epochs: int) -> str:
@@ -226,12 +216,18 @@ def difference(whole: Path, folder: Path) -> str:
 
     expected = torch.load(whole / "checkpoints" / "last.pt", weights_only=True)
     actual = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
-    for part in ("model", "ema"):
-        for name, tensor in expected[part].items():
-            if not torch.equal(tensor, actual[part][name]):
+    pairs = {
+        "model": (expected["model"], actual["model"]),
+        "ema": (expected["averages"]["ema"], actual["averages"]["ema"]),
+    }
+    for part, (was, now) in pairs.items():
+        for name, tensor in was.items():
+            if not torch.equal(tensor, now[name]):
                 return f"{part}: {name} differs"
-    if expected["progress"] != actual["progress"]:
-        return f"progress: {expected['progress']} and {actual['progress']}"
+    # The training time of two runs differs.
+    was, now = ({**state["progress"], "seconds": None} for state in (expected, actual))
+    if was != now:
+        return f"progress: {was} and {now}"
     a, b = read_result(whole), read_result(folder)
     if (a.samples_seen, a.steps, a.val, a.test) != (b.samples_seen, b.steps, b.val, b.test):
         return f"result: {a.samples_seen, a.steps, a.val} and {b.samples_seen, b.steps, b.val}"
@@ -289,13 +285,8 @@ def summarize(
     """Print a summary of the faults, and write all of them to faults.json. Return the exit code: 1
     if there are complaints.
     """
-    print(f"\n{'fault':30s} {'times':>5s} {'median':>8s} {'worst':>8s}")
-    for kind in sorted({fault.kind for fault in chaos.faults}):
-        seconds = [fault.seconds for fault in chaos.faults if fault.kind == kind]
-        print(
-            f"{kind:30s} {len(seconds):5d} {statistics.median(seconds):6.1f} s "
-            f"{max(seconds):6.1f} s"
-        )
+    seconds = pd.DataFrame(chaos.faults, columns=["kind", "seconds"]).groupby("kind")["seconds"]
+    print(f"\n{seconds.agg(['count', 'median', 'max'])}")
     complaints = [
         f"{fault.kind}: {fault.complaint}" for fault in chaos.faults if fault.complaint
     ] + differences

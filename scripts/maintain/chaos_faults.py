@@ -15,6 +15,9 @@ from pathlib import Path
 
 import psutil
 
+# Seconds after which a process that still runs counts as hanging.
+GRACE = 90.0
+
 
 @dataclass
 class Life:
@@ -48,6 +51,14 @@ class Life:
         while self.process.poll() is None and not (self.folder / "metrics.jsonl").exists():
             time.sleep(0.02)
         return len(self.ranks())
+
+    def end(self) -> tuple[int, str]:
+        """Wait until the run has ended, and kill it if it hangs. Return (exit code, complaint)."""
+        try:
+            return self.process.wait(timeout=GRACE), ""
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(), f"still there after {GRACE:.0f} s"
 
     def loader_workers(self) -> list[psutil.Process]:
         direct = {rank.pid for rank in self.ranks()}

@@ -48,17 +48,17 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     root = options.root
     options.holder = options.holder or _git(root, "config", "user.name") or options.name
-    options.source = options.source or _remote(root)
+    template, origin = (_git(root, "config", f"remote.{of}.url") for of in ("template", "origin"))
+    options.source = options.source or template or origin
     try:
         fork(root, options)
     except ValueError as error:
         print(f"fork: {error}", file=sys.stderr)
         return 2
-    remotes = _git(root, "remote").splitlines()
     print(f"This is {options.name} now. Next:")
     print("  git diff --cached --stat HEAD")
-    if "template" not in remotes:
-        is_clone = _git(root, "config", "remote.origin.url") == options.source
+    if not template:
+        is_clone = origin == options.source
         command = "rename origin template" if is_clone else f"add template {options.source}"
         print(f"  git remote {command}")
     print("  make lint test")
@@ -144,13 +144,6 @@ def web_address(remote: str) -> str:
     """Convert the URL of a git remote to the address of its web page, without a user or token."""
     address = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote)
     return re.sub(r"^(https?://)[^/@]*@", r"\1", address).removesuffix(".git")
-
-
-def _remote(root: Path) -> str:
-    for name in ("template", "origin"):
-        if url := _git(root, "config", f"remote.{name}.url"):
-            return url
-    return ""
 
 
 def build_wheel(root: Path, commit: str) -> Path:

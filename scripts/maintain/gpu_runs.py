@@ -164,47 +164,10 @@ def _is_ours(pid: int) -> bool:
         return False
 
 
+# Largest absolute difference of a loss between single and another strategy.
+TOLERANCE = 2e-3
 # Use 49 validation images, so that ranks evaluate different numbers of images.
 UNEVEN = ("data=synthetic", "data.kwargs.num_samples=392")
-
-
-def equal_to_single(*ways: tuple[str, tuple[str, ...]], tolerance: float = 2e-3) -> Check:
-    """Return a check that runs single and the given strategies, and compares their losses and
-    evaluation results. A difference of more than `tolerance` (absolute) is wrong.
-    """
-
-    def run(seconds: float) -> list[Row]:
-        clock, rows = Clock(seconds), []
-        with scratch() as base:
-            one = train(base / "single", "parallel=single", *SHORT, *UNEVEN, seconds=clock.left)
-            expected = _losses(one)
-            if not expected:
-                return [Row("single: exit code", f"{one.code}", True)]
-            for index, (name, overrides) in enumerate(ways):
-                other = train(base / str(index), *overrides, *SHORT, *UNEVEN, seconds=clock.left)
-                losses = _losses(other)
-                if len(losses) != len(expected):
-                    rows.append(Row(f"{name}: exit code", f"{other.code}", True))
-                    continue
-                apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-                val, val_of_single = other.result["val"], one.result["val"]
-                rows += [
-                    Row(
-                        f"{name}: largest difference of a loss from single's",
-                        f"{apart:.1e}",
-                        apart > tolerance,
-                    ),
-                    near(
-                        f"{name}: val/loss and single's",
-                        val["loss"],
-                        val_of_single["loss"],
-                        tolerance,
-                    ),
-                    same(f"{name}: images evaluated", val["samples"], val_of_single["samples"]),
-                ]
-        return rows
-
-    return run
 
 
 def _losses(run: Run) -> list[float]:
@@ -218,8 +181,8 @@ def _losses(run: Run) -> list[float]:
 
 
 def all_strategies(seconds: float) -> list[Row]:
-    """Check that dp, ddp and fsdp on two devices have the same losses as single. With four devices,
-    check HSDP too.
+    """Check that dp, ddp and fsdp on two devices have the same losses and evaluation results as
+    single. With four devices, check HSDP too. A larger difference than TOLERANCE is wrong.
     """
     two = ("parallel.devices=2",)
     ways: list[tuple[str, tuple[str, ...]]] = [
@@ -236,7 +199,32 @@ def all_strategies(seconds: float) -> list[Row]:
         ways.append(
             ("HSDP on 2 × 2", ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"))
         )
-    return equal_to_single(*ways)(seconds)
+    clock, rows = Clock(seconds), []
+    with scratch() as base:
+        one = train(base / "single", "parallel=single", *SHORT, *UNEVEN, seconds=clock.left)
+        expected = _losses(one)
+        if not expected:
+            return [Row("single: exit code", f"{one.code}", True)]
+        for index, (name, overrides) in enumerate(ways):
+            other = train(base / str(index), *overrides, *SHORT, *UNEVEN, seconds=clock.left)
+            losses = _losses(other)
+            if len(losses) != len(expected):
+                rows.append(Row(f"{name}: exit code", f"{other.code}", True))
+                continue
+            apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            val, val_of_single = other.result["val"], one.result["val"]
+            rows += [
+                Row(
+                    f"{name}: largest difference of a loss from single's",
+                    f"{apart:.1e}",
+                    apart > TOLERANCE,
+                ),
+                near(
+                    f"{name}: val/loss and single's", val["loss"], val_of_single["loss"], TOLERANCE
+                ),
+                same(f"{name}: images evaluated", val["samples"], val_of_single["samples"]),
+            ]
+    return rows
 
 
 def class_weights_under_dp(seconds: float) -> list[Row]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -219,20 +220,15 @@ def lost_runs(
     lost = {place for place in np.ndindex(sweep.values.shape) if draw.random() < share}
     for setting in range(0, 10, 2):
         lost |= {(setting, 0, int(seed)) for seed in np.argsort(sweep.values[setting, 0])[:worst]}
-    return Sweep(sweep.values, sweep.truth, sweep.error, dict.fromkeys(lost, status))
+    return replace(sweep, status=dict.fromkeys(lost, status))
 
 
-def few_seeds(
-    draw: np.random.Generator, lost: Mapping[int, Sequence[int]], status: str = MISSING
-) -> Sweep:
+def few_seeds(draw: np.random.Generator, lost: Mapping[int, Sequence[int]]) -> Sweep:
     """Simulate a sweep of equally good settings of which some have fewer seeds. `lost`: dictionary
-    from setting to the seeds without a result.
+    from setting to the seeds that have not run.
     """
-    sweep = blocks_of_seeds(draw, [0] * 10, 5)
-    gone: dict[tuple[int, ...], str] = {
-        (setting, 0, seed): status for setting, seeds in lost.items() for seed in seeds
-    }
-    return Sweep(sweep.values, sweep.truth, sweep.error, gone)
+    places = [(setting, 0, seed) for setting, seeds in lost.items() for seed in seeds]
+    return replace(blocks_of_seeds(draw, [0] * 10, 5), status=dict.fromkeys(places, MISSING))
 
 
 def binomial(
@@ -398,235 +394,207 @@ def _accuracy(data: Array, labels: Array, train: Array, test: Array) -> float:
     return float((predicted == labels[test]).mean())
 
 
-def _one(size: int, place: int, value: float) -> list[float]:
-    return [value if index == place else 0.0 for index in range(size)]
-
-
-def _noisy(size: int, factors: dict[int, float]) -> list[float]:
-    return [factors.get(place, 1.0) for place in range(size)]
+def _all_but(size: int, usual: float, others: Mapping[int, float]) -> list[float]:
+    """Return a list of the usual value, except at some places."""
+    return [others.get(place, usual) for place in range(size)]
 
 
 # Kinds of sweeps for which no analysis of one split can avoid false statements, see
 # docs/dev/report_method.md.
 UNDECIDABLE = ("270 fixed images", "AR(0.5)")
-
-
-def rows() -> dict[str, Make]:
-    """Return the simulations, as a dictionary from the name of a table row to the function that
-    simulates a sweep.
-    """
-    return {
-        **_textbook_rows(),
-        **_noise_rows(),
-        **_lost_rows(),
-        **_limit_rows(),
-        **_outlier_rows(),
-        **_fold_rows(),
-        **_large_rows(),
-    }
-
-
-def _large_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {
+# True values and noise of nine settings at 60 % and one at 98 %.
+NINE, NOISE_OF_NINE = [0.6] * 9 + [0.98], [0.03] * 9 + [0.003]
+# Dictionary from the name of a table row to the function that simulates a sweep.
+ROWS: dict[str, Make] = {
+    # Ordinary noise.
+    **{
+        f"10x5 one better by {size} SE": partial(
+            blocks_of_seeds, advantages=_all_but(10, 0, {5: size}), seeds=5
+        )
+        for size in (0, 1, 2, 3, 5)
+    },
+    **{
+        f"2x3 better by {size} SE": partial(blocks_of_seeds, advantages=[0, size], seeds=3)
+        for size in (0, 1, 2, 3, 5)
+    },
+    **{
+        f"10x5 val/loss, one better by {size} SE": partial(losses, winner=size)
+        for size in (0, 1, 2, 3, 5)
+    },
+    **{
+        f"10x5 binomial n=1000 p=.99, one better {size} SE": partial(
+            binomial, count=10, seeds=5, images=1000, accuracy=0.99, winner=size
+        )
+        for size in (1, 2, 3, 5)
+    },
+    "2x2 equal": partial(blocks_of_seeds, advantages=[0, 0], seeds=2),
+    "10x5 slope": partial(blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5),
+    "10x5 eight at +3 SE, last +4 SE": partial(
+        blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
+    ),
+    "10x5 baseline better by 3 SE": partial(
+        blocks_of_seeds, advantages=_all_but(10, 0, {0: 3}), seeds=5
+    ),
+    "10x5 baseline better by 6 SE": partial(
+        blocks_of_seeds, advantages=_all_but(10, 0, {0: 6}), seeds=5
+    ),
+    "5x5 baseline worse by 8 SE": partial(
+        blocks_of_seeds, advantages=_all_but(5, 0, {0: -8}), seeds=5
+    ),
+    "40x5 equal": partial(blocks_of_seeds, advantages=[0] * 40, seeds=5),
+    # Settings with unequal noise.
+    **{
+        f"10x5 baseline sd x{factor}": partial(unlike_noise, spread=_all_but(10, 1, {0: factor}))
+        for factor in (5, 3, 2, 1.5)
+    },
+    **{
+        f"10x5 one setting sd x{factor}": partial(unlike_noise, spread=_all_but(10, 1, {4: factor}))
+        for factor in (5, 3, 2)
+    },
+    "10x5 3 settings sd x5": partial(unlike_noise, spread=_all_but(10, 1, {4: 5, 5: 5, 6: 5})),
+    "10x5 sd 1:3 alternating": partial(unlike_noise, spread=[1, 3] * 5),
+    "10x5 sd 3:1 alternating": partial(unlike_noise, spread=[3, 1] * 5),
+    "10x5 baseline and 4 never learn (sd 1e-4), one sd .02": partial(
+        unlike_noise, spread=_all_but(10, 1, dict.fromkeys(range(5), 0.01) | {5: 2})
+    ),
+    "2x5 sd 1:5": partial(unlike_noise, spread=[1, 5]),
+    "4x5 baseline sd x3": partial(unlike_noise, spread=[3, 1, 1, 1]),
+    "4x3 one setting sd x5": partial(unlike_noise, spread=[1, 5, 1, 1], seeds=3),
+    "4x3 baseline sd x5": partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3),
+    "3x5 baseline sd x10": partial(unlike_noise, spread=[10, 1, 1]),
+    "10x5 +7 SE, another setting sd x20": partial(
+        unlike_noise, spread=_all_but(10, 1, {4: 20}), winner=7
+    ),
+    # Lost runs.
+    **{
+        f"10x5 equal, {share:.0%} of jobs missing": partial(lost_runs, share=share, status=MISSING)
+        for share in (0.2, 0.4)
+    },
+    **{
+        f"10x5 equal, {share:.0%} of jobs failed at random": partial(lost_runs, share=share)
+        for share in (0.2, 0.4)
+    },
+    "10x5 equal, 40% missing, shared seed sd 3 points": partial(
+        lost_runs, share=0.4, status=MISSING, shared=0.03
+    ),
+    **{
+        f"10x5 equal, worst {worst} of 5 seeds of 5 settings failed": partial(
+            lost_runs, worst=worst
+        )
+        for worst in (1, 2, 3)
+    },
+    **{
+        f"10x5 equal, worst {worst} of 5 seeds of 5 settings not finite": partial(
+            lost_runs, worst=worst, status=DIVERGED
+        )
+        for worst in (1, 2, 3)
+    },
+    "10x5 equal, one setting has 1 seed": partial(few_seeds, lost={3: range(1, 5)}),
+    "10x5 equal, baseline has 1 seed": partial(few_seeds, lost={0: range(1, 5)}),
+    "10x5, half of the settings other seeds": partial(
+        few_seeds,
+        lost={place: range(2) if place % 2 else range(2, 5) for place in range(10)},
+    ),
+    # Accuracies near a limit, or of few images.
+    **{
+        f"10x5 equal binomial n={images} p={accuracy}": partial(
+            binomial, count=10, seeds=5, images=images, accuracy=accuracy
+        )
+        for images, accuracy in (
+            *((270, p) for p in (0.996, 0.98, 0.9)),
+            *((10_000, 0.999), (270, 0.02), (1000, 0.5), (50, 0.98)),
+        )
+    },
+    **{
+        f"{count}x{seeds} equal binomial n={images} p={accuracy}": partial(
+            binomial, count=count, seeds=seeds, images=images, accuracy=accuracy
+        )
+        for count, seeds, images, accuracy in (
+            *((2, 2, 270, p) for p in (0.996, 0.98, 0.9)),
+            *((2, 3, 270, p) for p in (0.996, 0.98)),
+            (3, 2, 270, 0.98),
+            *((2, 3, 50, p) for p in (0.9, 0.98)),
+        )
+    },
+    "5x3 binomial p=.99 n=1000, seed logit sd 1": partial(
+        binomial, count=5, seeds=3, images=1000, accuracy=0.99, spread=1
+    ),
+    **{
+        f"{count}x{seeds} equal, run noise {noise} image(s) of 270": partial(
+            rounded, count=count, seeds=seeds, noise=noise
+        )
+        for count, seeds, noise in (
+            *((2, 2, 0.5), (2, 2, 1), (2, 3, 0.5), (2, 3, 1)),
+            *((3, 3, 1), (10, 5, 0.5)),
+        )
+    },
+    # Diverged runs and heavy tails.
+    "10x5 loss equal, 5% of all runs diverged to 2.3": partial(losses, rate=0.05),
+    **{
+        f"10x5 loss {effect}, one seed of {name} diverged": partial(
+            losses, winner=winner, diverged=[setting]
+        )
+        for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0))
+        for effect, winner in (("equal", 0), ("+5 SE", 5))
+    },
+    "10x5 loss .24 against .30, one seed of another diverged": partial(
+        losses, winner=9, diverged=[4]
+    ),
+    "10x5 equal, t noise with 3 degrees of freedom": heavy_tailed,
+    "10x5 equal, 5% of runs 10 sd off": partial(heavy_tailed, rate=0.05),
+    # Folds, and few images that all runs share.
+    **{
+        f"{count} settings x {folds} folds x {seeds} seeds (CV, n=300)": partial(
+            cross_validated, count=count, folds=folds, seeds=seeds
+        )
+        for count, folds, seeds in (
+            *((2, 5, 1), (5, 5, 1), (10, 5, 1), (2, 10, 1)),
+            *((2, 5, 3), (2, 5, 5), (5, 5, 5)),
+        )
+    },
+    **{
+        f"{count} x 5 seeds, 270 fixed images": partial(
+            cross_validated, count=count, folds=1, seeds=5, images=300, validation=270
+        )
+        for count in (2, 10)
+    },
+    **{
+        f"{count} x 5 folds x {seeds} seeds, setting-by-fold sd {interaction}": partial(
+            setting_by_fold, count=count, folds=5, seeds=seeds, interaction=interaction
+        )
+        for count, seeds, interaction in (
+            *((2, 5, 1.0), (2, 5, 0.5), (10, 5, 1.0)),
+            *((10, 3, 0.5), (10, 1, 1.0)),
+        )
+    },
+    "10x5 AR(0.5) over blocks": correlated,
+    # Large differences.
+    **{
         f"2x{seeds} 60 against 98 %": partial(
             large, means=[0.6, 0.98], spread=[0.03, 0.003], seeds=seeds
         )
         for seeds in (3, 5, 10)
-    }
-    nine = [0.6] * 9 + [0.98], [0.03] * 9 + [0.003]
-    shares = {
-        "10x5 nine at 60, one at 98 %": nine,
-        "10x5 nine at 98, baseline at 60 %": (nine[0][::-1], nine[1][::-1]),
-        "2x5 60 against 70 %": ([0.6, 0.7], [0.02, 0.02]),
-        "2x5 90 against 98 %": ([0.9, 0.98], [0.01, 0.003]),
-        "2x5 98 against 60 %": ([0.98, 0.6], [0.003, 0.03]),
-    }
-    for name, (means, spread) in shares.items():
-        table[name] = partial(large, means=means, spread=spread)
-    for of_baseline, of_other in ((0.95, 0.99), (0.95, 1.0), (0.98, 1.0), (0.9, 0.95)):
-        table[f"2x5 binomial n=270 {of_baseline} against {of_other}"] = partial(
-            large, means=[of_baseline, of_other], spread=[0, 0], images=270
+    },
+    "10x5 nine at 60, one at 98 %": partial(large, means=NINE, spread=NOISE_OF_NINE),
+    "10x5 nine at 98, baseline at 60 %": partial(
+        large, means=NINE[::-1], spread=NOISE_OF_NINE[::-1]
+    ),
+    "2x5 60 against 70 %": partial(large, means=[0.6, 0.7], spread=[0.02, 0.02]),
+    "2x5 90 against 98 %": partial(large, means=[0.9, 0.98], spread=[0.01, 0.003]),
+    "2x5 98 against 60 %": partial(large, means=[0.98, 0.6], spread=[0.003, 0.03]),
+    **{
+        f"2x5 binomial n=270 {baseline} against {other}": partial(
+            large, means=[baseline, other], spread=[0, 0], images=270
         )
-    for count, of_other in ((2, 0.5), (2, 0.1), (10, 0.1)):
-        table[f"{count}x5 loss 1.0 against {of_other}"] = partial(
-            large, means=[1.0] * (count - 1) + [of_other], spread=[0.1] * count, metric="val/loss"
+        for baseline, other in ((0.95, 0.99), (0.95, 1.0), (0.98, 1.0), (0.9, 0.95))
+    },
+    **{
+        f"{count}x5 loss 1.0 against {other}": partial(
+            large, means=[1.0] * (count - 1) + [other], spread=[0.1] * count, metric="val/loss"
         )
-    return table
-
-
-def _textbook_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    for advantage in (0, 1, 2, 3, 5):
-        table[f"10x5 one better by {advantage} SE"] = partial(
-            blocks_of_seeds, advantages=_one(10, 5, advantage), seeds=5
-        )
-        table[f"2x3 better by {advantage} SE"] = partial(
-            blocks_of_seeds, advantages=[0, advantage], seeds=3
-        )
-        table[f"10x5 val/loss, one better by {advantage} SE"] = partial(losses, winner=advantage)
-    for advantage in (1, 2, 3, 5):
-        table[f"10x5 binomial n=1000 p=.99, one better {advantage} SE"] = partial(
-            binomial, count=10, seeds=5, images=1000, accuracy=0.99, winner=advantage
-        )
-    return table | {
-        "2x2 equal": partial(blocks_of_seeds, advantages=[0, 0], seeds=2),
-        "10x5 slope": partial(
-            blocks_of_seeds, advantages=[place / 2 for place in range(10)], seeds=5
-        ),
-        "10x5 eight at +3 SE, last +4 SE": partial(
-            blocks_of_seeds, advantages=[0, *[3.0] * 8, 4], seeds=5
-        ),
-        "10x5 baseline better by 3 SE": partial(
-            blocks_of_seeds, advantages=_one(10, 0, 3), seeds=5
-        ),
-        "10x5 baseline better by 6 SE": partial(
-            blocks_of_seeds, advantages=_one(10, 0, 6), seeds=5
-        ),
-        "5x5 baseline worse by 8 SE": partial(blocks_of_seeds, advantages=_one(5, 0, -8), seeds=5),
-        "40x5 equal": partial(blocks_of_seeds, advantages=[0] * 40, seeds=5),
-    }
-
-
-def _noise_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    for factor in (5, 3, 2, 1.5):
-        table[f"10x5 baseline sd x{factor}"] = partial(unlike_noise, spread=_noisy(10, {0: factor}))
-    for factor in (5, 3, 2):
-        table[f"10x5 one setting sd x{factor}"] = partial(
-            unlike_noise, spread=_noisy(10, {4: factor})
-        )
-    quiet = _noisy(10, dict.fromkeys(range(5), 0.01) | {5: 2})
-    return table | {
-        "10x5 3 settings sd x5": partial(unlike_noise, spread=_noisy(10, {4: 5, 5: 5, 6: 5})),
-        "10x5 sd 1:3 alternating": partial(unlike_noise, spread=[1, 3] * 5),
-        "10x5 sd 3:1 alternating": partial(unlike_noise, spread=[3, 1] * 5),
-        "10x5 baseline and 4 never learn (sd 1e-4), one sd .02": partial(
-            unlike_noise, spread=quiet
-        ),
-        "2x5 sd 1:5": partial(unlike_noise, spread=[1, 5]),
-        "4x5 baseline sd x3": partial(unlike_noise, spread=[3, 1, 1, 1]),
-        "4x3 one setting sd x5": partial(unlike_noise, spread=[1, 5, 1, 1], seeds=3),
-        "4x3 baseline sd x5": partial(unlike_noise, spread=[5, 1, 1, 1], seeds=3),
-        "3x5 baseline sd x10": partial(unlike_noise, spread=[10, 1, 1]),
-        "10x5 +7 SE, another setting sd x20": partial(
-            unlike_noise, spread=_noisy(10, {4: 20}), winner=7
-        ),
-    }
-
-
-def _lost_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    for share in (0.2, 0.4):
-        table[f"10x5 equal, {share:.0%} of jobs missing"] = partial(
-            lost_runs, share=share, status=MISSING
-        )
-        table[f"10x5 equal, {share:.0%} of jobs failed at random"] = partial(lost_runs, share=share)
-    table["10x5 equal, 40% missing, shared seed sd 3 points"] = partial(
-        lost_runs, share=0.4, status=MISSING, shared=0.03
-    )
-    for worst in (1, 2, 3):
-        table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings failed"] = partial(
-            lost_runs, worst=worst
-        )
-        table[f"10x5 equal, worst {worst} of 5 seeds of 5 settings not finite"] = partial(
-            lost_runs, worst=worst, status=DIVERGED
-        )
-    apart = {place: range(2) if place % 2 else range(2, 5) for place in range(10)}
-    return table | {
-        "10x5 equal, one setting has 1 seed": partial(few_seeds, lost={3: range(1, 5)}),
-        "10x5 equal, baseline has 1 seed": partial(few_seeds, lost={0: range(1, 5)}),
-        "10x5, half of the settings other seeds": partial(few_seeds, lost=apart),
-    }
-
-
-def _limit_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    for images, accuracy in (
-        (270, 0.996),
-        (270, 0.98),
-        (270, 0.9),
-        (10_000, 0.999),
-        (270, 0.02),
-        (1000, 0.5),
-        (50, 0.98),
-    ):
-        table[f"10x5 equal binomial n={images} p={accuracy}"] = partial(
-            binomial, count=10, seeds=5, images=images, accuracy=accuracy
-        )
-    for count, seeds, images, accuracy in (
-        *((2, 2, 270, p) for p in (0.996, 0.98, 0.9)),
-        *((2, 3, 270, p) for p in (0.996, 0.98)),
-        (3, 2, 270, 0.98),
-        *((2, 3, 50, p) for p in (0.9, 0.98)),
-    ):
-        table[f"{count}x{seeds} equal binomial n={images} p={accuracy}"] = partial(
-            binomial, count=count, seeds=seeds, images=images, accuracy=accuracy
-        )
-    table["5x3 binomial p=.99 n=1000, seed logit sd 1"] = partial(
-        binomial, count=5, seeds=3, images=1000, accuracy=0.99, spread=1
-    )
-    for count, seeds, noise in (
-        (2, 2, 0.5),
-        (2, 2, 1),
-        (2, 3, 0.5),
-        (2, 3, 1),
-        (3, 3, 1),
-        (10, 5, 0.5),
-    ):
-        table[f"{count}x{seeds} equal, run noise {noise} image(s) of 270"] = partial(
-            rounded, count=count, seeds=seeds, noise=noise
-        )
-    return table
-
-
-def _outlier_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {
-        "10x5 loss equal, 5% of all runs diverged to 2.3": partial(losses, rate=0.05)
-    }
-    for name, setting in (("another setting", 4), ("the winner", 8), ("the baseline", 0)):
-        table[f"10x5 loss equal, one seed of {name} diverged"] = partial(losses, diverged=[setting])
-        table[f"10x5 loss +5 SE, one seed of {name} diverged"] = partial(
-            losses, winner=5, diverged=[setting]
-        )
-    return table | {
-        "10x5 loss .24 against .30, one seed of another diverged": partial(
-            losses, winner=9, diverged=[4]
-        ),
-        "10x5 equal, t noise with 3 degrees of freedom": heavy_tailed,
-        "10x5 equal, 5% of runs 10 sd off": partial(heavy_tailed, rate=0.05),
-    }
-
-
-def _fold_rows() -> dict[str, Make]:
-    table: dict[str, Make] = {}
-    for count, folds, seeds in (
-        (2, 5, 1),
-        (5, 5, 1),
-        (10, 5, 1),
-        (2, 10, 1),
-        (2, 5, 3),
-        (2, 5, 5),
-        (5, 5, 5),
-    ):
-        table[f"{count} settings x {folds} folds x {seeds} seeds (CV, n=300)"] = partial(
-            cross_validated, count=count, folds=folds, seeds=seeds
-        )
-    for count in (2, 10):
-        table[f"{count} x 5 seeds, 270 fixed images"] = partial(
-            cross_validated, count=count, folds=1, seeds=5, images=300, validation=270
-        )
-    for count, seeds, interaction in (
-        (2, 5, 1.0),
-        (2, 5, 0.5),
-        (10, 5, 1.0),
-        (10, 3, 0.5),
-        (10, 1, 1.0),
-    ):
-        table[f"{count} x 5 folds x {seeds} seeds, setting-by-fold sd {interaction}"] = partial(
-            setting_by_fold, count=count, folds=5, seeds=seeds, interaction=interaction
-        )
-    table["10x5 AR(0.5) over blocks"] = correlated
-    return table
+        for count, other in ((2, 0.5), (2, 0.1), (10, 0.1))
+    },
+}
 
 
 def simulate(name: str, sweeps: int) -> list[Verdict]:
@@ -634,7 +602,7 @@ def simulate(name: str, sweeps: int) -> list[Verdict]:
     random numbers.
     """
     draw = np.random.default_rng([37, sum(map(ord, name))])
-    return [judge(rows()[name](draw)) for _ in range(sweeps)]
+    return [judge(ROWS[name](draw)) for _ in range(sweeps)]
 
 
 COLUMNS = (
@@ -662,40 +630,27 @@ def line(name: str, sweeps: int) -> str:
     """Simulate sweeps of one kind, and format a row of the table: percentages of the sweeps, and
     biases in standard errors.
     """
-    verdicts = simulate(name, sweeps)
-    false = sum(verdict.any_false for verdict in verdicts)
-    bound = lower_bound(false, sweeps)
-    shares = [
-        np.mean([getattr(v, key) for v in verdicts])
-        for key in ("named", "falsely_named", "any_false")
+    frame = pd.DataFrame(simulate(name, sweeps))
+    named, level = frame[frame["named"]], frame["level"].mean()
+    false = int(frame["any_false"].sum())
+    shares = [frame["named"].mean(), frame["falsely_named"].mean(), false / sweeps]
+    biases = [frame["stated"].mean() - level, frame["plain"].mean() - level]
+    biases += [named["stated"].mean() - level, named["difference"].mean()]
+    # The mean of a column leaves out sweeps without a value. It is NaN if none has one.
+    covered = [named["covered"].mean(), frame["value_covered"].mean(), frame["all_covered"].mean()]
+    cells = [
+        *(f"{100 * share:.1f}" for share in (*shares, lower_bound(false, sweeps))),
+        *(f"{bias:+.2f}" for bias in biases),
+        *(f"{100 * share:.1f}" for share in covered),
     ]
-    cells = [f"{100 * share:.1f}" for share in (*shares, bound)]
-    named = [verdict for verdict in verdicts if verdict.named]
-    level = float(np.mean([verdict.level for verdict in verdicts]))
-    for members, key in (
-        (verdicts, "stated"),
-        (verdicts, "plain"),
-        (named, "stated"),
-        (named, "difference"),
-    ):
-        known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
-        offset = 0.0 if key == "difference" else level
-        cells.append(f"{np.mean(known) - offset:+.2f}" if known else "—")
-    for members, key in (
-        (named, "covered"),
-        (verdicts, "value_covered"),
-        (verdicts, "all_covered"),
-    ):
-        known = [value for verdict in members if math.isfinite(value := getattr(verdict, key))]
-        cells.append(f"{100 * np.mean(known):.1f}" if known else "—")
-    return f"| {name} | {' | '.join(cells)} |"
+    return f"| {name} | {' | '.join('—' if 'nan' in cell else cell for cell in cells)} |"
 
 
 def main(argv: list[str]) -> None:
     """Print the table, and each row as soon as it is known."""
     sweeps, processes = (int(word) for word in (argv + ["1000", "2"][len(argv) :])[:2])
     part = argv[2] if len(argv) > 2 else ""
-    names = [name for name in rows() if part in name]
+    names = [name for name in ROWS if part in name]
     print(f"| case | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}", flush=True)
     with Pool(processes) as pool:
         for text in pool.imap(partial(line, sweeps=sweeps), names):

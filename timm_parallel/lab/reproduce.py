@@ -75,6 +75,7 @@ def reproduce_run(run: Path, steps: int) -> int:
     has_hashes = end.parameters_hash is not None and again.steps == end.steps
     if has_hashes and again.parameters_hash != end.parameters_hash:
         found.append((last, WEIGHTS, end.parameters_hash, again.parameters_hash))
+    was, now = _facts(run), _facts(folder / "run")
     certificate = {
         "format": 1,
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -89,7 +90,12 @@ def reproduce_run(run: Path, steps: int) -> int:
         "first_difference": None
         if not found
         else dict(zip(("step", "metric", "was", "now"), found[0], strict=True)),
-        "differences": _differences(run, folder / "run"),
+        # What both runs recorded, with different values: name -> [recorded, repeated].
+        "differences": {
+            name: [value, now[name]]
+            for name, value in was.items()
+            if value and now.get(name) and value != now[name]
+        },
         "newer_files": _newer_files(run, config["data"]["root"], environment["time"]),
     }
     write_json(run / CERTIFICATE, finite(certificate))
@@ -199,15 +205,6 @@ def _differing(
             if repr(value) != repr(again):
                 found.append((step, name, value, again))
     return sorted(found, key=lambda each: (each[0], each[1] != LOSS, each[1]))
-
-
-def _differences(run: Path, repetition: Path) -> dict[str, list[Any]]:
-    """Return what two runs recorded differently, as a dictionary from name to [value of the run,
-    value of the repetition].
-    """
-    was, now = _facts(run), _facts(repetition)
-    common = [name for name, value in was.items() if value and now.get(name)]
-    return {name: [was[name], now[name]] for name in common if was[name] != now[name]}
 
 
 def _facts(run: Path) -> dict[str, Any]:

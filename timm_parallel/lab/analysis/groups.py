@@ -242,13 +242,6 @@ class Group:
         """
         return self.by_measure.get(self.metric, ())
 
-    @property
-    def detectable(self) -> list[float]:
-        """Smallest difference that the comparison of each pair of configurations can show, for the
-        measure of the headline result.
-        """
-        return [c.detectable for c in self.contrasts if c.detectable is not None]
-
     def named(self, label: str) -> Configuration:
         return next(c for c in self.members if c.label == label)
 

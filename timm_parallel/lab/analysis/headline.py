@@ -102,14 +102,11 @@ def recommend(group: Group) -> Recommendation:
     if group.kind == "settings":
         return replace(_recommend_better(group), notes=tuple(_notes(group)))
     if group.disturbed:
-        return Recommendation(group, (_disturbed(group.runs),))
+        disturbed = [run for run in group.runs if run.flags]
+        [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
+        numbers = {"count": len(disturbed), "runs": len(group.runs), "reason": reason}
+        return Recommendation(group, (finding("disturbed", **numbers),))
     return _recommend_simple(group) if group.kind == "strategies" else _recommend_fastest(group)
-
-
-def _disturbed(runs: Sequence[RunRecord]) -> Finding:
-    disturbed = [run for run in runs if run.flags]
-    [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
-    return finding("disturbed", count=len(disturbed), runs=len(runs), reason=reason)
 
 
 def _recommend_simple(group: Group) -> Recommendation:
@@ -450,10 +447,11 @@ def _recommend_fastest(group: Group) -> Recommendation:
     shown = [contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED]
     if not shown:
         smallest = group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE
-        detectable = max(group.detectable, default=None)
+        known = [c.detectable for c in group.contrasts if c.detectable is not None]
+        detectable = max(known, default=None)
         none = finding("none_faster", smallest_difference=float(smallest), detectable=detectable)
         return Recommendation(group, (none,))
-    contrast = _fastest(shown)
+    contrast = _best(group, shown)
     winner = group.named(contrast.a)
     changed = _changed(winner, baseline)
     fields, repeats = contrast.fields, group.blocks
@@ -474,14 +472,10 @@ def _recommend_fastest(group: Group) -> Recommendation:
         if not {*CHANGES_TRAINING} & _changed(group.named(contrast.a), baseline).keys()
     ]
     if advised and only_speed:
-        best = _fastest(only_speed)
+        best = _best(group, only_speed)
         changes = _changed(group.named(best.a), baseline)
         findings.append(finding("fastest_of_only_speed", changes=changes, contrast=best.fields))
     return Recommendation(group, tuple(findings), command(winner.runs[0]), winner.label, contrast)
-
-
-def _fastest(contrasts: Iterable[Contrast]) -> Contrast:
-    return max(contrasts, key=lambda contrast: contrast.ratio or 0)
 
 
 def _changed(setting: Configuration, baseline: Configuration) -> dict[str, str]:

@@ -4,7 +4,7 @@ the best. All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from timm_parallel.lab.analysis.scales import Scale
 from timm_parallel.lab.analysis.statistics import (
@@ -20,7 +20,7 @@ from timm_parallel.lab.analysis.statistics import (
 
 
 def choose(
-    rows: Iterable[Row],
+    rows: Sequence[Row],
     simplest_first: Sequence[str],
     smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> tuple[str, Contrast | None, list[str]] | None:
@@ -35,7 +35,6 @@ def choose(
     # The rule "take the simplest configuration that is not shown to be slower" is not used here.
     # One disturbed run widens all intervals, and the rule would then choose too simple a
     # configuration.
-    rows = list(rows)
     measured = {name for name, _, value in rows if value > 0}
     names = [name for name in simplest_first if name in measured]
     if not names:
@@ -51,11 +50,10 @@ def choose(
     return best, None, apart
 
 
-def best(rows: Iterable[Row], scale: Scale) -> str | None:
+def best(rows: Sequence[Row], scale: Scale) -> str | None:
     """Return the configuration with the best mean, after removing the differences between repeats.
     Return None without rows.
     """
-    rows = list(rows)
     values: dict[str, dict[object, float]] = {}
     for name, block, value in rows:
         values.setdefault(name, {})[block] = scale.sign * scale.to(value)
@@ -69,7 +67,7 @@ def best(rows: Iterable[Row], scale: Scale) -> str | None:
     return max(known, key=lambda name: known[name], default=None)
 
 
-def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, tuple[str, float]]:
+def corrected_values(rows: Sequence[Row], scale: Scale) -> dict[object, tuple[str, float]]:
     """For each repeat, choose the configuration that is best in all other repeats, and take its
     value in this repeat. Return a dictionary from repeat to (configuration, value), which is empty
     for a single repeat.
@@ -77,7 +75,6 @@ def corrected_values(rows: Iterable[Row], scale: Scale) -> dict[object, tuple[st
     The mean of these values estimates the value of the best configuration in new runs. The mean
     over the repeats that made the choice would be too good, because chance helped (Stone, 1974).
     """
-    rows = list(rows)
     scores = {}
     for block in dict.fromkeys(block for _, block, _ in rows):
         here = {name: value for name, of, value in rows if of == block}

@@ -207,10 +207,9 @@ class Model:
     """
 
     def __init__(
-        self, rows: Iterable[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0
+        self, rows: Sequence[Row], scale: Scale, equal_noise: bool = True, rounding: float = 0.0
     ) -> None:
         self.scale, self.rounding, self.total = scale, rounding, 0
-        rows = list(rows)
         # The same model in the unit of the measure, for the intervals of a report.
         self.plain = (
             None
@@ -309,7 +308,7 @@ class Model:
 
 
 def estimate(
-    rows: Iterable[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
+    rows: Sequence[Row], pairs: Sequence[tuple[str, str]], scale: Scale = RATIO
 ) -> list[Estimate]:
     """Estimate the difference on a scale for each pair of configurations. All configurations are
     assumed to have equal noise.

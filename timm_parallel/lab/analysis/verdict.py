@@ -292,11 +292,10 @@ def word_of(contrast: Contrast) -> str:
     return BETTER if least > 0 and contrast.verdict != NOT_MEASURABLE else NO_DIFFERENCE
 
 
-def _lost_alone(runs: Iterable[RunRecord]) -> list[RunRecord]:
+def _lost_alone(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs that ran out of memory or had a value that is not finite, while the other
     version finished the same repeat, in the order of the repeats.
     """
-    runs = list(runs)
     ended = {(code_of(run), run.block) for run in runs if run.comparable and not run.is_lost}
     other = {BASE: HEAD, HEAD: BASE}
     lost = [r for r in runs if r.lost_by_settings and (other[code_of(r)], r.block) in ended]

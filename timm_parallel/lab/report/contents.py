@@ -10,7 +10,7 @@ from timm_parallel.lab.analysis.headline import Recommendation
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.verdict import Verdict
 from timm_parallel.lab.report import tables
-from timm_parallel.lab.report.evidence import ClaimResult
+from timm_parallel.lab.report.claims import ClaimResult
 from timm_parallel.record.jobs import UNFINISHED, Jobs
 
 
@@ -69,10 +69,3 @@ class Report:
         """Table of the first group of configurations. None if there are no groups."""
         groups = self.settings or self.groups
         return tables.results_table(groups[0]) if groups else None
-
-    @property
-    def answer(self) -> tables.Table | None:
-        """Table of a verdict on a change of the code, with a row per measure. None on any other
-        page.
-        """
-        return tables.verdict_table(self.verdict) if self.verdict else None

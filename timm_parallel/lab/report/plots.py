@@ -220,7 +220,9 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     left, right = axes.get_xlim()
     left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
     axes.set_xlim(left, right)
-    _set_ticks(axes, [tick for tick in RATIO_TICKS if left <= tick <= right])
+    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlabel("ratio of images/s")
 
 
@@ -279,10 +281,7 @@ def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
         reach = (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"])
         bars = axes.bar(centers, peaks["gib"], width, yerr=reach, color=color, **looks)
         bars.patches[0].set_hatch("///")
-    _name_bars(axes, list(frame["point"].unique()), "peak, GiB per device")
-
-
-def _name_bars(axes: Axes, names: list[str], height: str) -> None:
+    names = list(frame["point"].unique())
     is_long = sum(map(len, names)) > 50
     axes.set_xticks(
         range(len(names)),
@@ -290,7 +289,7 @@ def _name_bars(axes: Axes, names: list[str], height: str) -> None:
         rotation=40 if is_long else 0,
         ha="right" if is_long else "center",
     )
-    axes.set_ylabel(height)
+    axes.set_ylabel("peak, GiB per device")
 
 
 def _means(group: Group, settings: list[Configuration], factor: int) -> pd.DataFrame:
@@ -370,8 +369,3 @@ def _label_values(axis: Axis, scale: str) -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
-
-
-def _set_ticks(axes: Axes, ticks: list[float]) -> None:
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()

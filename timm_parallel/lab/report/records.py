@@ -16,19 +16,7 @@ from timm_parallel.lab.report.sentences import sentence, sentences
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
 FORMAT = 6
-_OF_A_RUN = (
-    "status",
-    "commit",
-    "accelerator",
-    "strategy",
-    "devices",
-    "nodes",
-    "block",
-    "position",
-    "neighbours",
-)
 _SETTINGS_OF_A_RUN = ("train.precision", "data.batch_size_per_device", "data.workers", "seed")
-_CONDITIONS = ("hardware", "accelerator", "model", "kind", "batch", "settings")
 
 
 def plain(report: Report, out: Path) -> dict[str, Any]:
@@ -69,7 +57,8 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "groups": [
             {
                 "title": group.title,
-                **_pick(group.conditions, *_CONDITIONS),
+                **_pick(group.conditions, "hardware", "accelerator", "model"),
+                **_pick(group.conditions, "kind", "batch", "settings"),
                 "disturbed": group.disturbed,
                 "warnings": [sentence(warning) for warning in warnings(group)],
                 "points": [point.label for point in group.members],
@@ -119,7 +108,8 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
         "compared": run.comparable,
         "hardware": run.hardware if run.environment else "",
         "host": " ".join(run.hosts),
-        **_pick(run, *_OF_A_RUN),
+        **_pick(run, "status", "commit", "accelerator", "strategy", "devices", "nodes"),
+        **_pick(run, "block", "position", "neighbours"),
         **{name: run.integer(name) for name in ("world_size", "batch_size", "threads_per_device")},
         **{key.rpartition(".")[2]: run.config.get(key) for key in _SETTINGS_OF_A_RUN},
         "started": run.result.get("started") or run.environment.get("time"),

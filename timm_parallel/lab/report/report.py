@@ -24,10 +24,9 @@ from timm_parallel.lab.analysis.statistics import SMALLEST_DIFFERENCE
 from timm_parallel.lab.analysis.strategies import LEVELS, group_runs, warnings
 from timm_parallel.lab.analysis.verdict import judge
 from timm_parallel.lab.report import plots, tables
-from timm_parallel.lab.report.claims import evaluate_claims
+from timm_parallel.lab.report.claims import Evidence, evaluate_claims
 from timm_parallel.lab.report.collect import collect, read_record
 from timm_parallel.lab.report.contents import Report
-from timm_parallel.lab.report.evidence import Evidence
 from timm_parallel.lab.report.formats import percent
 from timm_parallel.lab.report.records import plain, relative, row
 from timm_parallel.lab.report.sentences import sentence, sentences

@@ -5,7 +5,7 @@ report and the verdict print the same ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,6 @@ def macros() -> Any:
         "size": formats.size_text,
         "times": formats.times,
         "value": formats.value_text,
-        "with_range": _with_range,
+        "with_range": lambda summary: formats.with_range(Summary(**summary)),
     }
     return environment.get_template("sentences.j2").module
-
-
-def _with_range(summary: Mapping[str, Any]) -> str:
-    return formats.with_range(Summary(**summary))

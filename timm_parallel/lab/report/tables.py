@@ -256,19 +256,15 @@ def verdict_table(verdict: Verdict) -> Table:
     if of_metric is not None:
         group = verdict.groups[0]
         means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
-        texts = [value_text(mean, group.scale.unit) for mean in means]
-        rows.append(_verdict_row(group.metric, texts) | _compared(of_metric))
-    texts = [_summary(speed) for speed in verdict.speeds]
-    rows.append(_verdict_row(IMAGES_PER_SECOND, texts) | _compared(of_speed))
+        base, head = (value_text(mean, group.scale.unit) for mean in means)
+        rows.append({"measure": group.metric, BASE: base, HEAD: head, **_compared(of_metric)})
+    base, head = map(_summary, verdict.speeds)
+    rows.append({"measure": IMAGES_PER_SECOND, BASE: base, HEAD: head, **_compared(of_speed)})
     old, new = verdict.peaks
     ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
-    texts = [_median(peak, 2**-20) for peak in verdict.peaks]
-    rows.append(_verdict_row("memory, MiB", texts) | {DIFFERENCE: ratio, "verdict": DASH})
-    return Table(rows, text_columns=("measure", "verdict"))
-
-
-def _verdict_row(name: str, texts: Sequence[str]) -> dict[str, str]:
-    return {"measure": name, BASE: texts[0], HEAD: texts[1]}
+    base, head = _median(old, 2**-20), _median(new, 2**-20)
+    memory = {"measure": "memory, MiB", BASE: base, HEAD: head, DIFFERENCE: ratio, "verdict": DASH}
+    return Table([*rows, memory], text_columns=("measure", "verdict"))
 
 
 def _compared(contrast: Contrast) -> dict[str, str]:

@@ -8,7 +8,6 @@ import base64
 import io
 import shlex
 import warnings
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,12 @@ import pandas as pd
 from optuna.visualization import matplotlib as plots
 
 from timm_parallel.keys import Config
-from timm_parallel.machine.files import write_text
+from timm_parallel.lab.image_page import render_page
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import Jobs
 
 # Least number of trials with a value for a ranking of the keys. A ranking from fewer is noise.
 MIN_FOR_IMPORTANCES = 20
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Search: {metric}</title>
-<style>{style} img {{max-width: 100%}}</style></head>
-<body><h1>Search: {metric}</h1><p class="quiet">{counts}</p><p class="lead">{lead}</p>
-{figures}<div class="wide" tabindex="0">{table}</div></body></html>
-"""
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
@@ -42,37 +35,22 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
         row = {"trial": job.id, metric: value, "status": job.status, "seconds": job.seconds}
         rows.append({**row, **params, "reason": job.reason})
     table = pd.DataFrame(rows).sort_values(metric, ascending=config.search.direction == "minimize")
-    lead, job, value = (
-        "No trial has a value yet.",
-        jobs.jobs[table["trial"].iloc[0]],
-        table[metric].iloc[0],
-    )
-    if pd.notna(value):
-        command = escape(shlex.join(["python", "train.py", *job.overrides]))
-        lead = (
-            f"Best: {metric} {value:.4f} in trial <a "
-            f'href="{job.folder}/">{job.id}</a>.<br><code>{command}</code>'
-        )
-        count = plural(int(table[metric].count()), "trial")
-        lead += (
-            f"</p>\n<p>Chance helped to choose this value as the best of {count}, so it is too "
-            "good. For a value to publish, train these settings next to the default ones in a "
-            "sweep with sweep.repeats=5 and another seed."
-        )
-    path = jobs.folder / "search.html"
-
-    html = table.to_html(
-        index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
-    )
-    page = PAGE.format(
+    best, path = table.iloc[0], jobs.folder / "search.html"
+    job = jobs.jobs[best["trial"]]
+    render_page(
+        "search/page.html.j2",
+        path,
         metric=metric,
-        style=(Path(__file__).parents[1] / "report" / "page.css").read_text(encoding="utf-8"),
         counts=jobs.counts(),
-        lead=lead,
-        figures="\n".join(draw_study(study, metric)),
-        table=html,
+        value=best[metric] if pd.notna(best[metric]) else None,
+        trials=plural(int(table[metric].count()), "trial"),
+        job=job,
+        command=shlex.join(["python", "train.py", *job.overrides]),
+        images=draw_study(study, metric),
+        table=table.to_html(
+            index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
+        ),
     )
-    write_text(path, page)
     return path
 
 

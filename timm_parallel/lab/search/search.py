@@ -265,16 +265,12 @@ class Search(Runner):
         self._to_come.clear()
         return True
 
-    def write_page(self) -> Path:
-        """Write search.html into the folder of the search and return its path."""
-        from timm_parallel.lab.search.page import write_search_page
-
-        return write_search_page(self.jobs, self.study, self.config)
-
     def _close(self) -> int:
         """Write search.html and print the summary of the search. Return the exit code, which is 0
         if the search has finished and a trial has a value.
         """
+        from timm_parallel.lab.search.page import write_search_page
+
         print(f"search       {self.jobs.counts()}")
         has_value = any(job.status == "done" for job in self.jobs.jobs)
         if has_value:
@@ -282,7 +278,7 @@ class Search(Runner):
             best = f"{self.config.objective} {self.study.best_value:.4f}"
             print(f"best         {best} in trial {job.id}: {job.name}")
             print(f"command      {shlex.join(['python', 'train.py', *job.overrides])}")
-        print(f"report       {self.write_page()}")
+        print(f"report       {write_search_page(self.jobs, self.study, self.config)}")
         if self.stopped_by is not None:
             return self._say_stopped(self.stopped_by)
         return 0 if has_value and self.jobs.status == "done" else 1

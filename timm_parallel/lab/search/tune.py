@@ -47,25 +47,20 @@ def settings_to_try(command: Command, points: list[Point]) -> list[Point]:
         )
     if points[0].reason:
         raise ValueError(points[0].reason)
-    tried = _settings_alone(points[0])
+    tried = [points[0]]
+    for number, text in enumerate(config.sweep.tune, 1):
+        try:
+            point = trial_point(points[0].tree, shlex.split(text), number)
+        except ValueError as error:
+            raise ValueError(f"sweep.tune: {text}: this setting is not valid: {error}") from error
+        if point.reason or (_fits(point) and all(point.config != other.config for other in tried)):
+            tried.append(point)
     if all(point.reason for point in tried[1:]):
         raise ValueError(
             f"sweep.tune={config.sweep.tune}: every setting of this list either equals the "
             "current settings or cannot run on this machine; give other settings"
         )
     return tried
-
-
-def _settings_alone(current: Point) -> list[Point]:
-    points = [current]
-    for number, text in enumerate(current.config.sweep.tune, 1):
-        try:
-            point = trial_point(current.tree, shlex.split(text), number)
-        except ValueError as error:
-            raise ValueError(f"sweep.tune: {text}: this setting is not valid: {error}") from error
-        if point.reason or (_fits(point) and all(point.config != other.config for other in points)):
-            points.append(point)
-    return points
 
 
 def _fits(point: Point) -> bool:

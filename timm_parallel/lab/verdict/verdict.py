@@ -46,8 +46,7 @@ from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.lab.verdict.versions import (
     LARGEST,
     Version,
-    copy_commit,
-    copy_working_tree,
+    copy_code,
     find_commit,
 )
 from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
@@ -99,12 +98,12 @@ def start_verdict(overrides: list[str], base: str, head: str | None, on: str) ->
             overrides=overrides,
             notes=notes,
         )
-        ledger = Ledger(Path(command.config.paths.output_dir), commits[0])
-        earlier = ledger.find(record)
+        outputs = Path(command.config.paths.output_dir)
+        earlier = _find_earlier(outputs, commits[0], record)
         if earlier is None:
             choose_headline(command.config)
             _check(folder, overrides, command.config)
-            record = dataclasses.replace(record, number=ledger.enter(folder))
+            record = dataclasses.replace(record, number=_enter(outputs, commits[0], folder))
             write_json(folder / VERDICT, dataclasses.asdict(record))
             jobs = _new_jobs(folder, record, command)
     # Remove the folder after a Ctrl-C too, because a verdict without jobs.json cannot be resumed.
@@ -121,8 +120,7 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
     """Continue a verdict on the same two versions. If it stopped because more pairs were unlikely
     to decide, add pairs up to the limit. Raises ValueError if it has decided, or cannot go on.
     """
-    verdict = compare(collect([folder]), [folder]).verdict
-    assert verdict is not None
+    verdict = _judge(folder)
     [first, *_] = verdict.findings
     if first.numbers.get("is_futile"):
         record = dataclasses.replace(verdict.record, persists=True)
@@ -134,6 +132,13 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
         )
     print(f"continues    {folder}")
     return _continue(folder)
+
+
+def _judge(folder: Path) -> Verdict:
+    """Compare the runs of a verdict so far."""
+    verdict = compare(collect([folder]), [folder]).verdict
+    assert verdict is not None
+    return verdict
 
 
 def resume_verdict(overrides: list[str]) -> tuple[int, Values]:
@@ -198,8 +203,7 @@ def _copy(folder: Path, base: str, head: str | None) -> list[str]:
     """
     old, new = _versions(folder)
     # Copy the working tree first, because it may contain the sweep folder.
-    left_out = copy_working_tree(new.folder) if head is None else copy_commit(head, new.folder)
-    left_out = sorted({*left_out, *copy_commit(base, old.folder)})
+    left_out = sorted({*copy_code(head, new.folder), *copy_code(base, old.folder)})
     notes = [
         f"{name} differs: both versions run in the current Python environment."
         for name in REQUIREMENTS
@@ -249,39 +253,38 @@ def _hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Ledger:
-    """List of the verdicts on one base commit, in a file of the output folder."""
+def _find_earlier(outputs: Path, commit: str, record: Record) -> Path | None:
+    """Return the folder of the last verdict on a base commit that has the same code and settings as
+    `record`. `outputs`: folder that holds the list of all verdicts.
+    """
+    for entry in reversed(_read_ledger(outputs)["bases"].get(commit, [])):
+        folder = Path(entry["sweep"])
+        known = read_record(folder) if (folder / "jobs.json").is_file() else None
+        if known is not None and all(
+            getattr(known, name) == getattr(record, name) for name in _OF_A_QUESTION
+        ):
+            return folder
+    return None
 
-    outputs: Path
-    commit: str
 
-    def find(self, record: Record) -> Path | None:
-        """Return the folder of the last verdict with the same code and settings as `record`."""
-        for entry in reversed(self._read()["bases"].get(self.commit, [])):
-            folder = Path(entry["sweep"])
-            known = read_record(folder) if (folder / "jobs.json").is_file() else None
-            if known is not None and all(
-                getattr(known, name) == getattr(record, name) for name in _OF_A_QUESTION
-            ):
-                return folder
-        return None
+def _enter(outputs: Path, commit: str, sweep: Path) -> int:
+    """Enter a new verdict into the list of all verdicts, and return its number among those on its
+    base commit.
+    """
+    outputs.mkdir(parents=True, exist_ok=True)
+    with lock_folder(outputs, LOCK_SECONDS):
+        ledger = _read_ledger(outputs)
+        entries = ledger["bases"].setdefault(commit, [])
+        number = len(entries) + 1
+        entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
+        write_json(outputs / LEDGER, ledger)
+    return number
 
-    def enter(self, sweep: Path) -> int:
-        """Enter a new verdict, and return its number."""
-        self.outputs.mkdir(parents=True, exist_ok=True)
-        with lock_folder(self.outputs, LOCK_SECONDS):
-            ledger = self._read()
-            entries = ledger["bases"].setdefault(self.commit, [])
-            number = len(entries) + 1
-            entries.append({"number": number, "sweep": str(sweep.resolve()), "started": now()})
-            write_json(self.outputs / LEDGER, ledger)
-        return number
 
-    def _read(self) -> Values:
-        path = self.outputs / LEDGER
-        empty = {"format": LEDGER_FORMAT, "bases": {}}
-        return read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
+def _read_ledger(outputs: Path) -> Values:
+    path = outputs / LEDGER
+    empty = {"format": LEDGER_FORMAT, "bases": {}}
+    return read_json(path, LEDGER_FORMAT, "") if path.is_file() else empty
 
 
 def _new_jobs(folder: Path, record: Record, command: Command) -> Jobs:
@@ -373,15 +376,10 @@ class VerdictRun(Runner):
     def waiting(self) -> list[Job]:
         if self._refused:
             return []
-        if self.jobs.have_ended and self._judge().is_open:
+        if self.jobs.have_ended and _judge(self.jobs.folder).is_open:
             _append_pair(self.jobs, self._record, self._command)
             self.jobs.write()
         return [job for job in self.jobs.jobs if job.status == "waiting"]
-
-    def _judge(self) -> Verdict:
-        verdict = compare(collect([self.jobs.folder]), [self.jobs.folder]).verdict
-        assert verdict is not None
-        return verdict
 
     def need(self, job: Job) -> Requirement:
         return self._need_of_each
@@ -399,7 +397,7 @@ class VerdictRun(Runner):
     def _close(self) -> int:
         folder = self.jobs.folder
         page = write_report([folder])
-        verdict = self._judge()
+        verdict = _judge(folder)
         word = REFUSED if self._refused else verdict.word
         text = sentences([self._refused] if self._refused else verdict.findings)
         notes = [sentence(note) for note in verdict.notes]

@@ -106,18 +106,22 @@ def find_commit(option: str, name: str) -> str:
         ) from None
 
 
-def copy_commit(commit: str, folder: Path) -> list[str]:
+def copy_code(commit: str | None, folder: Path) -> list[str]:
     """Write the files of a commit, and this machine's settings in conf/local, to a new folder.
-    Return the names of files that are left out because they are too large.
+    Return the names of the files that are left out. `commit`: None for the working tree.
     """
-    left_out = code_copy.copy_commit(root(), commit, folder, LARGEST)
-    _copy_local_settings(folder)
+    if commit is None:
+        left_out = _copy_working_tree(folder)
+    else:
+        left_out = code_copy.copy_commit(root(), commit, folder, LARGEST)
+    for name in names("--others", "--ignored", "--", LOCAL):
+        _copy(name, folder)
     return left_out
 
 
-def copy_working_tree(folder: Path) -> list[str]:
-    """Write the files of the working tree, also changed and untracked ones, to a new folder. Return
-    the names of the files that are left out.
+def _copy_working_tree(folder: Path) -> list[str]:
+    """Copy the files of the working tree, also changed and untracked ones. Return the names of the
+    files that are left out.
     """
     left_out = []
     for name in names("--cached", "--others"):
@@ -128,13 +132,7 @@ def copy_working_tree(folder: Path) -> list[str]:
             _copy(name, folder)
         elif path.exists():
             left_out.append(name)
-    _copy_local_settings(folder)
     return left_out
-
-
-def _copy_local_settings(folder: Path) -> None:
-    for name in names("--others", "--ignored", "--", LOCAL):
-        _copy(name, folder)
 
 
 def _copy(name: str, folder: Path) -> None:
