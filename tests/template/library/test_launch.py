@@ -110,27 +110,6 @@ def test_metrics_and_weights_are_identical_under_torchrun_and_python(
     check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
-@pytest.mark.slow(seconds=15)
-@pytest.mark.nightly
-def test_concurrent_runs_with_same_folder_name_get_separate_folders(
-    by_torchrun: Finished, train: Train
-) -> None:
-    """train.py starts the first run. The ranks of the second run are started one by one, rank 0
-    three seconds after rank 1.
-    """
-    ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
-    runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]
-    assert ranks[0].finish().returncode == 0
-    assert (
-        {run.folder.name for run in runs}
-        == {"run", "run_1"}
-        == {path.name for path in train.base.glob("run*")}
-    )
-    for run in runs:
-        check(run)
-        check_equal(run, by_torchrun)
-
-
 @pytest.mark.slow(seconds=4)
 def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
     ranks = by_hand(train, train.base / "run", 0, "parallel=ddp", "modle=tiny")

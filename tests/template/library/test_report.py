@@ -423,19 +423,6 @@ def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> 
     assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.usefixtures("plots")
-def test_report_plot_of_speed_ratios_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
-    drawn = []
-    for smallest in (0.03, 0.2):
-        sweep = full_sweep(tmp_path / str(smallest), {})
-        for strategy, speeds in (("single", [1000, 1010, 990]), ("dp", [2500, 2505, 2490])):
-            sweep.repeat(strategy, 1, speeds, config={"sweep": {"smallest_difference": smallest}})
-        read(sweep.write())
-        drawn.append((sweep.folder / "report_plots" / "1_ratios.svg").read_text(encoding="utf-8"))
-    assert drawn[0] != drawn[1]
-
-
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(
     ("points", "fastest"), [(9, 8), pytest.param(30, 29, marks=pytest.mark.nightly)]

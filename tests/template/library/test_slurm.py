@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -101,42 +98,6 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
     for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
         alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *long, override)
         assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
-
-
-@pytest.mark.nightly
-def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(
-    jobs: Jobs,
-) -> None:
-    """The test kills slurmd, but the processes of the job survive. Slurm then starts the job a
-    second time on the other node.
-    """
-    overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
-    folder = jobs.submit("orphan", *overrides)
-    jobs.wait_for_steps(folder)
-    lost = jobs.slurm(
-        "squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}"
-    )
-    daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
-    os.kill(int(daemon.read_text()), signal.SIGKILL)
-    # Mark the node as down. Slurm would do this only after SlurmdTimeout, and a fast machine would
-    # finish the run before.
-    jobs.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
-    log = folder / "logs" / "slurm.log"
-    jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
-    before = jobs.steps(folder)
-    # New steps show that the first attempt still trains, because the second attempt only waits and
-    # writes nothing.
-    jobs.wait_for_steps(folder, before)
-    subprocess.run(
-        ["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]],
-        env=jobs.environment,
-        check=True,
-    )
-    jobs.wait(lambda: jobs.state(folder) == "", 600, folder)
-    assert read_result(folder).status == "done", log.read_text()
-    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
-    assert steps == sorted(set(steps)) and steps[-1] > 2300, "each step is recorded once"
-    assert log.read_text().count("resumed from") == 1
 
 
 @pytest.mark.nightly

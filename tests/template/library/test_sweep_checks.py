@@ -243,42 +243,31 @@ def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: li
     assert checked == [64, 128]
 
 
-@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
-def test_resumed_sweep_ignores_and_overwrites_an_edited_config_in_a_job_folder(
+def test_resumed_sweep_writes_deleted_or_edited_configs_of_jobs_again(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
-    folder = tmp_path / "sweep"
-    start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
-    edited = folder / "0_block_1" / "config.yaml"
-    text = edited.read_text()
-    edited.write_text(text.replace("  lr: 0.001\n", "  lr: 0.5\n"))
-    assert edited.read_text() != text
-    assert resume(folder) == 0
-    assert edited.read_text() == text
-
-
-@pytest.mark.slow(seconds=2)
-def test_resumed_sweep_writes_deleted_job_folders_with_their_original_configs(
-    tmp_path: Path, no_jobs: list[str]
-) -> None:
-    """One deleted folder is of a finished job, the other of a waiting job. The recorded command
-    was edited, so composing it again would give other configs.
+    """One deleted folder is of a finished job, the other of a waiting job. The config of another
+    waiting job was edited, and the recorded command too, so composing it again would give other
+    configs.
     """
     folder = tmp_path / "sweep"
     jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
     for job in jobs.jobs:
-        job.status = "done"
-        write_result(folder / job.folder, Result("done"))
-    waiting = next(job for job in jobs.jobs if job.folder == "1_block_0")
-    waiting.status = "waiting"
+        if job.folder not in ("1_block_0", "1_block_1"):
+            job.status = "done"
+            write_result(folder / job.folder, Result("done"))
     jobs.command = jobs.command.replace("1e-4", "1e-5")
     jobs.write()
-    wanted = {name: files_of(folder / name) for name in ("0_block_1", "1_block_0")}
-    for name in wanted:
+    names = ["0_block_1", "1_block_0", "1_block_1"]
+    wanted = {name: files_of(folder / name) for name in names}
+    for name in names[:2]:
         shutil.rmtree(folder / name)
+    edited = folder / "1_block_1" / "config.yaml"
+    edited.write_text(edited.read_text().replace("  lr: 0.0001\n", "  lr: 0.5\n"))
+    assert files_of(folder / "1_block_1") != wanted["1_block_1"]
     assert resume(folder) == 0
-    assert sorted(no_jobs) == ["0_block_1", "1_block_0"]
+    assert sorted(no_jobs) == names
     assert {name: files_of(folder / name) for name in wanted} == wanted
 
 

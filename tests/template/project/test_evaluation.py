@@ -356,22 +356,6 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
         _check_head(ResolvedConfig(), model, 10)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(finished_run: Finished) -> None:
-    overrides = [f"run={finished_run.folder}", "parallel=ddp", "parallel.devices=2"]
-    command = [sys.executable, "evaluate.py", *overrides]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert actual["test"]["world_size"] == 2
-    for key in ("correct", "samples", "acc_per_class"):
-        assert actual["test"][key] == finished_run.result["test"][key], key
-
-
 def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
