@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from src.app import app
-from tests.template.runs import tiny
+from tests.template.runs import draw_images, tiny
 from timm_parallel.data.build import check_data
 from timm_parallel.entry import run_command
 from timm_parallel.errors import ONE_DEVICE
@@ -45,7 +44,7 @@ SMALL = (
 def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
     refuse: Refuse, tmp_path: Path, dry_run: str
 ) -> None:
-    images = image_folder(tmp_path / "images")
+    images = draw_images(tmp_path / "images")
     gone = tmp_path / "gone"
     line = refuse(
         *SMALL,
@@ -62,7 +61,7 @@ def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missi
 def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is_missing(
     refuse: Refuse, tmp_path: Path
 ) -> None:
-    images = image_folder(tmp_path / "images")
+    images = draw_images(tmp_path / "images")
     gone = tmp_path / "gone"
     line = refuse(
         *SMALL, "search=optuna", "data=folder", "data.batch_size=2", f"data.root={images},{gone}"
@@ -100,6 +99,10 @@ def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training
     [
         (("optim.lr=0.1,abc",), ("optim.lr=abc", "number")),
         (("train.epochs=1.5,2",), ("train.epochs=1.5", "integer")),
+        (("train.epochs=0,1",), ("train.epochs=0",)),
+        (("parallel=single,dpp",), ("parallel=dpp",)),
+        (("modle=a,b",), ("modle",)),
+        (("seed=range(3,3)",), ("seed=range(3,3): ",)),
         (("optim.lr=interval(0.001,0.1)",), ("optim.lr=interval(0.001,0.1)", "search=optuna")),
         (('tags="a,b","c d"',), ('tags="a,b"', "list")),
         (("optim.opt=[adamw,sgd]",), ("optim.opt=[adamw,sgd]",)),
@@ -302,14 +305,6 @@ def start_and_stop(folder: Path) -> None:
     waiting = sweep.add("ddp", 2)
     (waiting / "result.json").unlink()
     sweep.write()
-
-
-def image_folder(root: Path) -> Path:
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            (root / split / name).mkdir(parents=True)
-            Image.new("L", (8, 8)).save(root / split / name / "0.png")
-    return root
 
 
 def files_of(folder: Path) -> dict[str, str]:
