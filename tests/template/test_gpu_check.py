@@ -15,6 +15,7 @@ from scripts.maintain import bench_speed, gpu_check, gpu_rows
 from scripts.maintain.bench_speed import WORKLOADS
 from scripts.maintain.gpu_check import NOT_SEEN, PARTS
 from scripts.maintain.gpu_rows import Done, Part, Row
+from tests.template.runs import run_python
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +27,7 @@ SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures", "gpu")
 def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
     if hardware.visible_cuda_devices():
         pytest.skip("a GPU is visible")
-    command = [sys.executable, "scripts/maintain/gpu_check.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("scripts/maintain/gpu_check.py")
     assert (done.returncode, done.stdout) == (
         0,
         NOT_SEEN.format("no CUDA device is visible here") + "\n",
@@ -88,10 +86,7 @@ def test_every_test_that_gpu_check_names_exists_and_is_marked_gpu(
         if part.run.__qualname__.startswith("tests."):
             part.run(1)
     assert len(named) > 8
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-m", "gpu"]
-    done = subprocess.run(
-        [*command, *named], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-m", "pytest", "--collect-only", "-n", "0", "-m", "gpu", *named)
     assert done.returncode == 0, done.stdout
     listed = done.stdout.splitlines()
     assert [name for name in named if not any(line.startswith(name) for line in listed)] == []

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from src.schema import Config
+from tests.template.runs import run_python
 from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.search import study as module
@@ -61,14 +62,11 @@ def space_of(*overrides: str) -> dict[str, Any]:
 
 
 def search(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "train.py", "-m", *overrides]
     if folder.exists():
-        command.append(f"sweep.resume={folder}")
+        words = (*overrides, f"sweep.resume={folder}")
     else:
-        command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+        words = (*overrides, "search=optuna", *SMALL, f"hydra.sweep.dir={folder}")
+    return run_python("train.py", "-m", *words)
 
 
 def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:

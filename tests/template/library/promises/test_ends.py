@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from PIL import Image
 
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, draw_images
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.testing.commands import Train
 
@@ -29,13 +28,8 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     """Write 16 training images. Damage the image that rank 1 of 2 reads first, and return the path
     of this image.
     """
-    for split, count in (("train", 8), ("val", 2)):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for index in range(count):
-                Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(
-                    root / split / name / f"{index}.png"
-                )
+    draw_images(root, "train/cat", "train/dog", count=8, size=32)
+    draw_images(root, "val/cat", "val/dog", count=2, size=32)
     files = sorted((root / "train").rglob("*.png"))
     first = int(TrainSampler(16, 4, rank=1, world_size=2, seed=42).shard()[0])
     files[first].write_bytes(files[first].read_bytes()[:40])
