@@ -31,12 +31,13 @@ from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
 from timm_parallel.state.parts import RunParts
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import merged, plain, train_loader_of
+from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm
 
 ROOT = app.root
@@ -91,6 +92,19 @@ def run_warm(folder: Path, *overrides: str) -> Path:
     the run folder. The test fails if the run fails.
     """
     return train_warm(resolved(*overrides), folder)
+
+
+def losses_of(folder: Path) -> list[float]:
+    """Return the logged training losses of a run."""
+    lines = read_lines(folder / "metrics.jsonl")
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def numbers_of(folder: Path) -> tuple[str | None, list[tuple[int, float]]]:
+    """Return the hash of the parameters of a run, and step and loss of each logged step."""
+    lines = read_lines(folder / "metrics.jsonl")
+    logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+    return read_result(folder).parameters_hash, logged
 
 
 def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:

@@ -6,12 +6,11 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.template.cluster_commands import SRUN
-from tests.template.runs import run_warm, tiny
+from tests.template.runs import numbers_of, run_warm, tiny
 from tests.template.slurm_cluster import (
     LONG,
     MARKS,
@@ -26,7 +25,6 @@ from tests.template.slurm_cluster import (
 )
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import read_lines
 
 pytestmark = MARKS
 # With these overrides, a run on one machine trains like the Slurm job on two nodes.
@@ -35,15 +33,6 @@ TWO_RANKS = ("parallel=ddp", "parallel.devices=2")
 
 def is_in_state(jobs: Jobs, folder: Path, state: str) -> bool:
     return jobs.state(folder) == state
-
-
-def numbers(folder: Path) -> tuple[Any, ...]:
-    lines = [
-        (line["step"], line.get("train/loss"))
-        for line in read_lines(folder / "metrics.jsonl")
-        if "train/loss" in line
-    ]
-    return read_result(folder).parameters_hash, lines
 
 
 def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine(
@@ -56,8 +45,8 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
         ["n1", "n2"],
         2,
     )
-    here = numbers(run_warm(train.base / "here", *TWO_RANKS))
-    assert numbers(done.folder) == here
+    here = numbers_of(run_warm(train.base / "here", *TWO_RANKS))
+    assert numbers_of(done.folder) == here
     tasks = SRUN.replace("python", sys.executable).split()
     plain = train.start_command(
         [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")],
@@ -65,7 +54,7 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
         jobs.environment,
     ).finish()
     assert plain.returncode == 0, plain.output
-    assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
+    assert (plain.result["hosts"], numbers_of(plain.folder)) == (["n1", "n2"], here)
 
 
 @pytest.mark.nightly
@@ -97,7 +86,7 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
         assert log.count("resumed from") == 2 and "stopped by SIGUSR1" in log, log
     for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
         alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *long, override)
-        assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
+        assert numbers_of(folder) == numbers_of(alone), "expected the numbers of an undisturbed run"
 
 
 @pytest.mark.nightly

@@ -21,7 +21,7 @@ import evaluate as entry
 from scripts import export, predict
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
-from tests.template.runs import resolved, run_warm, task_of
+from tests.template.runs import losses_of, resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -30,7 +30,7 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.testing.configs import plain, read_lines
+from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
 NAMES = ("red", "green")
@@ -70,11 +70,6 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("regression") / "run"
     return run_warm(folder, *SMALL, f"data.root={colors}", "parallel=single")
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = read_lines(folder / "metrics.jsonl")
-    return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 @pytest.mark.slow(seconds=2)

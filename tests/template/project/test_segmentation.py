@@ -35,7 +35,7 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
-from tests.template.runs import resolved, run_warm, task_of
+from tests.template.runs import losses_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -318,8 +318,7 @@ def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path) -> Non
     for name, devices in (("single", 1), ("ddp", 2)):
         words = (*SMALL, *frozen, f"parallel={name}", f"parallel.devices={devices}")
         folder = run_warm(tmp_path / name, *words)
-        lines = read_lines(folder / "metrics.jsonl")
-        losses.append([line["train/loss"] for line in lines if "train/loss" in line])
+        losses.append(losses_of(folder))
         results.append(read_result(folder).val)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-3)
@@ -844,8 +843,7 @@ def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Pa
     folder = run_warm(
         *(tmp_path / "ours", *OF_ROADS, f"data.root={roads}", *words, "parallel=single")
     )
-    lines = read_lines(folder / "metrics.jsonl")
-    ours = [line["train/loss"] for line in lines if "train/loss" in line]
+    ours = losses_of(folder)
     config = resolved(*OF_ROADS, f"data.root={roads}", *words, "parallel=single")
     data = build_dataset(config.data, target="mask")
 
@@ -882,5 +880,6 @@ def test_segmentation_run_matches_a_plain_pytorch_loop(roads: Path, tmp_path: Pa
         each = jaccard_score(masks.ravel(), winners.ravel(), average=None, labels=[0, 1])
         mious.append(each.mean())
     assert ours == pytest.approx(theirs, rel=1e-3)
+    lines = read_lines(folder / "metrics.jsonl")
     actual = [line["val/miou"] for line in lines if "val/miou" in line]
     assert actual == pytest.approx(mious, abs=5e-3)
