@@ -5,13 +5,17 @@ or in forked ranks, or take its steps without logs and files.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from src.app import app
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
@@ -19,18 +23,21 @@ from src.train.build import build_run
 from src.train.run import train
 from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
+from timm_parallel.data.loader import TrainLoader
+from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
 from timm_parallel.state.parts import RunParts
 from timm_parallel.task import Task
-from timm_parallel.testing.configs import merged
+from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm
 
 ROOT = app.root
@@ -43,6 +50,27 @@ TINY = (
     "optim.warmup_epochs=0",
     "train.epochs=2",
 )
+
+
+def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python command in the root of the project. Return its exit code and output."""
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Path:
+    """Write `count` random images into each folder, and return the root folder. Without folders,
+    write the classes a and b of the splits train and val.
+    """
+    pixels = np.random.default_rng(0)
+    for folder in folders or ("train/a", "train/b", "val/a", "val/b"):
+        (root / folder).mkdir(parents=True)
+        for number in range(count):
+            image = pixels.integers(0, 256, (size, size, 3), dtype=np.uint8)
+            Image.fromarray(image).save(root / folder / f"{number}.png")
+    return root
 
 
 def tiny(*overrides: str) -> list[str]:
@@ -64,6 +92,19 @@ def run_warm(folder: Path, *overrides: str) -> Path:
     the run folder. The test fails if the run fails.
     """
     return train_warm(resolved(*overrides), folder)
+
+
+def losses_of(folder: Path) -> list[float]:
+    """Return the logged training losses of a run."""
+    lines = read_lines(folder / "metrics.jsonl")
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def numbers_of(folder: Path) -> tuple[str | None, list[tuple[int, float]]]:
+    """Return the hash of the parameters of a run, and step and loss of each logged step."""
+    lines = read_lines(folder / "metrics.jsonl")
+    logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+    return read_result(folder).parameters_hash, logged
 
 
 def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:
@@ -112,6 +153,12 @@ def evaluate_batches(
     )
     assert evaluation is not None
     return evaluation
+
+
+def cpu_loader(fetcher: Any, sampler: Any, workers: int = 0) -> TrainLoader:
+    """Build a training loader on the CPU that leaves the values of pixels in 0..255."""
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    return train_loader_of(fetcher, sampler, prefetcher, workers)
 
 
 def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunParts:

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 import src.train.run
 from scripts.maintain.docs_outputs import copy_project
 from src.schema import DataConfig
-from tests.template.runs import resolved, start_run, tiny
+from tests.template.runs import losses_of, resolved, start_run, tiny
 from timm_parallel import InMemory, Training
 from timm_parallel.testing.configs import read_lines, without_times
 
@@ -407,11 +407,6 @@ def fill(scratch: Path, npz: Path) -> Fill:
     return filled
 
 
-def losses(folder: Path) -> list[float]:
-    lines = read_lines(folder / "metrics.jsonl")
-    return [line["train/loss"] for line in lines if "train/loss" in line]
-
-
 @pytest.mark.slow(seconds=20)
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -435,7 +430,7 @@ def test_commands_of_an_example_train_equally_on_one_and_two_devices(
             assert result(folder)["steps"] == 3
             logged |= {key for entry in read_lines(folder / "metrics.jsonl") for key in entry}
         if name not in UNEQUAL:
-            assert losses(folders[0]) == pytest.approx(losses(folders[1]), rel=1e-3)
+            assert losses_of(folders[0]) == pytest.approx(losses_of(folders[1]), rel=1e-3)
     assert LOGGED.get(name, "train/loss") in logged
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from scripts.maintain import bench_speed, gpu_check, gpu_rows, gpu_wheels
+from scripts.maintain import bench_speed, gpu_check, gpu_rows
 from scripts.maintain.bench_speed import WORKLOADS
 from scripts.maintain.gpu_check import NOT_SEEN, PARTS
 from scripts.maintain.gpu_rows import Done, Part, Row
+from tests.template.runs import run_python
 from timm_parallel.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +27,7 @@ SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures", "gpu")
 def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
     if hardware.visible_cuda_devices():
         pytest.skip("a GPU is visible")
-    command = [sys.executable, "scripts/maintain/gpu_check.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("scripts/maintain/gpu_check.py")
     assert (done.returncode, done.stdout) == (
         0,
         NOT_SEEN.format("no CUDA device is visible here") + "\n",
@@ -92,10 +86,7 @@ def test_every_test_that_gpu_check_names_exists_and_is_marked_gpu(
         if part.run.__qualname__.startswith("tests."):
             part.run(1)
     assert len(named) > 8
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-m", "gpu"]
-    done = subprocess.run(
-        [*command, *named], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-m", "pytest", "--collect-only", "-n", "0", "-m", "gpu", *named)
     assert done.returncode == 0, done.stdout
     listed = done.stdout.splitlines()
     assert [name for name in named if not any(line.startswith(name) for line in listed)] == []
@@ -133,26 +124,6 @@ def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> N
     assert {"- speed: a: a: other: not installed", "- slow: FULL=1"} <= set(head.splitlines())
     assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
     assert "| a: images/s | 12 |" in tail and "exit" not in tail
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_make_gpu_check_ends_tests_at_the_time_limit_and_reports_earlier_results(
-    tmp_path: Path,
-) -> None:
-    """Start pytest as `make gpu-check` does on a GPU machine."""
-    file = tmp_path / "test_made_up.py"
-    marked = "import time, pytest\npytestmark = pytest.mark.gpu\n"
-    file.write_text(
-        marked
-        + "def test_one(): pass\ndef test_two(): assert 0\ndef test_three(): time.sleep(100)\n"
-    )
-    rows = gpu_rows.tests(str(file))(6)
-    assert [(row.what.rpartition("::")[2], row.figure, row.wrong) for row in rows] == [
-        ("test_one", "passed", False), ("test_two", "failed", True),
-        ("test_two", "not within 6 s", True),
-    ]  # fmt: skip
 
 
 def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
@@ -210,93 +181,3 @@ def test_gpu_check_compares_programs_in_the_same_round(ratios: list[float], wron
     assert "of an unknown peak" in {
         row.figure for row in bench_speed.compare("r", WORKLOADS["ResNet-50"], measured, "another")
     }
-
-
-@pytest.mark.parametrize(
-    ("code", "lines", "is_run"), [(0, 2, True), (None, 2, False), (1, 0, False)]
-)
-def test_gpu_check_keeps_the_rounds_before_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch, code: int | None, lines: int, is_run: bool
-) -> None:
-    empty: dict[str, Any] = {"bytes": {}, "waits": {}, "missing": {}}
-    output = "noise\n" + "".join(
-        json.dumps({"rates": {bench_speed.FSDP: [7.0, 9.0][: count + 1]}, **empty}) + "\n"
-        for count in range(lines)
-    )
-    monkeypatch.setattr(bench_speed, "python", lambda *_: Done(code, output, 1.0))
-    device = SimpleNamespace(name="made up")
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: (device,))
-    rows = bench_speed.in_turns("ViT-B/16")(60)
-    figures = [row.figure for row in rows if row.what.endswith("images/s")]
-    assert figures == (["8 (7 … 9)"] if lines else [])
-    assert all(row.is_run for row in rows) == is_run == (not any(row.wrong for row in rows))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=20)
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("ViT-B/16", {"model": "test_vit", "pixels": 160}),
-        ("ResNet-50, JPEG files", {"model": "test_vit", "pixels": 160}),
-        ("tiny ViT", {}),
-    ],
-)
-def test_programs_of_a_workload_train_in_turns_on_a_cpu(
-    tmp_path: Path, name: str, model: dict[str, Any]
-) -> None:
-    """The same code measures a GPU."""
-    script = f"""
-from dataclasses import replace
-from pathlib import Path
-from scripts.maintain import bench_rounds
-workloads = bench_rounds.WORKLOADS | bench_rounds.CPU_WORKLOADS
-workload = replace(workloads[{name!r}], batch=4, steps=2, **{model!r})
-bench_rounds.FILES = 8
-bench_rounds.measure(workload, "cpu", 2, Path({str(tmp_path)!r}))
-"""
-    done = gpu_rows.python(["-c", script], 200)
-    assert done.code == 0, done.output
-    figures = json.loads(done.output.splitlines()[-1])
-    programs = (WORKLOADS | bench_speed.CPU_WORKLOADS)[name].programs
-    assert {*figures["rates"], *figures["missing"]} == {*programs, *programs.values()}
-    assert set(figures["missing"]) <= {bench_speed.TORCHCODEC, bench_speed.LIGHTNING}
-    assert all(len(rates) == 2 and min(rates) > 0 for rates in figures["rates"].values())
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_tests_of_gpu_check_start_where_pytest_timeout_is_installed_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
-) -> None:
-    """The image of a GPU machine may have the package, next to the copy in .gpu-wheels/."""
-    for file in metadata.distribution("pytest-timeout").files or []:
-        if file.suffix != ".pyc":
-            target = tmp_path / "wheels" / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(str(file.locate()), target)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "wheels"))
-    # An empty value lets pytest load all installed plugins.
-    plain = gpu_rows.python
-    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "" if is_loaded else "1"}
-    monkeypatch.setattr(
-        gpu_rows, "python", lambda words, seconds: plain(words, seconds, environment)
-    )
-    made_up = tmp_path / "test_made_up.py"
-    made_up.write_text("import pytest\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
-    rows = gpu_rows.tests(str(made_up))(60)
-    assert [(row.what.rpartition("::")[2], row.figure) for row in rows] == [("test_one", "passed")]
-
-
-def test_make_gpu_wheels_excludes_packages_that_come_with_torch() -> None:
-    names = gpu_wheels.closure(gpu_wheels.WANTED)
-    assert {
-        "hydra-core",
-        "omegaconf",
-        "antlr4-python3-runtime",
-        "optuna",
-        "timm",
-        "pyyaml",
-        "pytest",
-    } <= set(names)
-    assert not {"torch", "torchvision", "numpy", "scipy", "pandas"} & set(names)

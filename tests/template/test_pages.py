@@ -146,29 +146,6 @@ def test_every_run_output_on_a_page_comes_from_a_named_command() -> None:
         assert typed == [], page
 
 
-REFUSALS = {
-    output.command: output
-    for output in OUTPUTS
-    if all(line.startswith("train.py: ") for line in output.text.splitlines())
-    and "auto" not in output.command
-}
-
-
-@pytest.mark.slow(seconds=2)
-@pytest.mark.processes
-@pytest.mark.parametrize("command", REFUSALS)
-def test_error_message_on_a_page_matches_command_output(command: str, tmp_path: Path) -> None:
-    (tmp_path / "flowers" / "daisy").mkdir(parents=True)
-    here = command.replace("/data/", f"{tmp_path}/").replace(
-        "python ", f"{shlex.quote(sys.executable)} "
-    )
-    done = subprocess.run(
-        here, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.replace(f"{tmp_path}/", "/data/") == REFUSALS[command].text
-
-
 TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
 PLANS = TABLE.findall(read("docs/gpus.md"))
 

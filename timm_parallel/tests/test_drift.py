@@ -1,5 +1,5 @@
-"""Tests of weights that differ between ranks after training. On equal GPU models this is an error.
-On different GPU models, a small difference is only a warning.
+"""Tests of weights that differ between ranks. Before training, and after training on equal GPU
+models, this is an error. On different GPU models, a small difference is then only a warning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.replica_checks import check_replicas_at_end
+from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 
 
-def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[str, list[str]] | str:
+def checked(
+    ranks: Ranks, store: Any, kinds: list[str], apart: float, check: Any = check_replicas_at_end
+) -> Any:
+    """Check a model that differs between two ranks. Return the result, or the error message."""
     config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
-    strategy = build_strategy(config.parallel, ranks, PrefixStore(f"{kinds} {apart}", store))
+    prefix = f"{kinds} {apart} {check.__name__}"
+    strategy = build_strategy(config.parallel, ranks, PrefixStore(prefix, store))
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
     if ranks.rank == 1:
@@ -31,24 +35,28 @@ def at_end(ranks: Ranks, store: Any, kinds: list[str], apart: float) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Strategy, "device_model", kinds[ranks.rank])
         try:
-            return check_replicas_at_end(model, strategy)
+            return check(model, strategy)
         except ReplicasDifferError as error:
             return str(error)
         finally:
             strategy.close()
 
 
-def ends(ranks: Ranks, store: Any) -> list[Any]:
+def start_and_ends(ranks: Ranks, store: Any) -> list[Any]:
     alike, unlike = ["H100", "H100"], ["H100", "A100"]
     return [
-        at_end(ranks, store, *case)
-        for case in ((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3))
+        checked(ranks, store, *case)
+        for case in (
+            *((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3)),
+            (unlike, 1e-5, check_replicas_at_start),
+        )
     ]
 
 
 @pytest.mark.slow(seconds=2)
-def test_ddp_weights_may_differ_slightly_after_training_only_on_different_gpu_models() -> None:
-    for equal, fault, drifted, unsynchronised in in_ranks(ends, 2):
+def test_ddp_weights_may_differ_slightly_only_after_training_and_on_different_gpu_models() -> None:
+    for equal, fault, drifted, unsynchronised, at_start in in_ranks(start_and_ends, 2):
+        assert at_start.startswith("the ranks start with different parameters")
         assert equal[1] == []
         assert fault == "the ranks end with different parameters: gradients were not synchronized"
         assert unsynchronised == fault, (

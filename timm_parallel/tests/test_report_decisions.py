@@ -154,12 +154,6 @@ def test_report_speed_verdicts_are_inconclusive_when_a_sweep_has_one_repeat(tmp_
     assert "sweep.repeats=" in plain["lead"]["sentence"]
 
 
-def test_report_text_never_calls_a_configuration_fastest(tmp_path: Path) -> None:
-    html, markdown, _ = read(full_sweep(tmp_path / "s").write())
-    for word in ("soonest", "fastest", "Fastest"):
-        assert word not in html and word not in markdown
-
-
 def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs(
     tmp_path: Path,
 ) -> None:

@@ -75,6 +75,19 @@ def add(sweep: Sweep, overrides: list[str], config: dict[str, Any], **changes: A
     return folder
 
 
+def of_values(
+    folder: Path, values: dict[str, list[float]], metric: str = "val/loss", first_seed: int = 0
+) -> Sweep:
+    """Build the files of a sweep over optim.lr from the value of each learning rate and seed."""
+    sweep = Sweep(folder)
+    for rate, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds, start=first_seed):
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
+            val = {metric.partition("/")[2]: value}
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val=val)
+    return sweep
+
+
 def compared(plain: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return a dictionary from the label of each compared setting to its contrast with the
     baseline, for the first metric of the report.
@@ -248,17 +261,8 @@ def test_report_does_not_compare_settings_whose_code_defines_the_metric_differen
 
 
 def test_first_sentence_states_the_difference_of_the_table(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
     values = {"0.001": [0.40, 0.42, 0.44], "0.003": [0.60, 0.66, 0.60], "0.01": [0.62, 0.59, 0.64]}
-    for rate, accuracies in values.items():
-        for seed, accuracy in enumerate(accuracies):
-            config = {
-                "optim": {"lr": float(rate)},
-                "checkpoint": {"metric": "val/acc"},
-                "seed": seed,
-            }
-            add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": accuracy})
-    plain = read(sweep.write())[2]
+    plain = read(of_values(tmp_path / "s", values, "val/acc").write())[2]
     lead = plain["lead"]
     contrast = lead["contrast"]
     assert findings(lead)["better"]["contrast"]["difference"] == contrast["difference"]
@@ -300,28 +304,10 @@ def test_report_counts_the_seeds_without_which_another_setting_would_be_chosen(
     tmp_path: Path,
 ) -> None:
     values = {"0.001": [0.4, 0.4, 0.4], "0.003": [0.5, 0.5, 0.5], "0.01": [0.3, 0.3, 1.0]}
-    sweep = Sweep(tmp_path / "s")
-    for rate, accuracies in values.items():
-        for seed, accuracy in enumerate(accuracies):
-            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
-            value = {"acc": accuracy}
-            add(sweep, [f"optim.lr={rate}"], {**config, "seed": seed}, block=seed, val=value)
+    sweep = of_values(tmp_path / "s", values, "val/acc")
     expected = findings(read(sweep.write())[2]["lead"])["expected"]
     # Without the third seed, 0.003 is chosen instead of 0.01, which has the best mean.
     assert (expected["others"], expected["count"]) == (1, 3)
-
-
-def of_values(
-    folder: Path, values: dict[str, list[float]], metric: str = "val/loss", first_seed: int = 0
-) -> Sweep:
-    """Build the files of a sweep over optim.lr from the value of each learning rate and seed."""
-    sweep = Sweep(folder)
-    for rate, of_seeds in values.items():
-        for seed, value in enumerate(of_seeds, start=first_seed):
-            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
-            val = {metric.partition("/")[2]: value}
-            add(sweep, [f"optim.lr={rate}"], config, block=seed, val=val)
-    return sweep
 
 
 NEAR = [0.31, 0.29, 0.30, 0.305, 0.295]

@@ -7,18 +7,14 @@ docs/dev/report_method.md.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from timm_parallel.lab.analysis.selection import choose
 from timm_parallel.lab.analysis.statistics import SUPPORTED, decide, estimate
-from timm_parallel.testing.report_sweeps import Sweep, read
 
 Row = tuple[str, object, float]
 Key = tuple[str, int]
@@ -32,12 +28,6 @@ AGAINST_SINGLE = {points: [(p, points[0]) for p in points[1:]] for points in (TH
 PAIRS = {
     THREE: AGAINST_SINGLE[THREE],
     SEVEN: AGAINST_SINGLE[SEVEN] + [(("ddp", n), ("dp", n)) for n in (2, 4, 8)],
-}
-# Expected power of the analysis by number of repeats. With 7 configurations, all except single are
-# 10 % faster. With 3 configurations, only ddp is 10 % faster.
-EXPECTED = {
-    THREE: {3: 0.28, 5: 0.62, 8: 0.89, 10: 0.96, 20: 1.0},
-    SEVEN: {3: 0.24, 5: 0.56, 8: 0.87, 10: 0.94, 20: 1.0},
 }
 
 
@@ -127,71 +117,6 @@ def test_speed_verdicts_have_expected_error_rate_and_power_in_a_small_simulation
     assert found_of_a_tenth(points, 5, DRIFT, 200) > 0.4
     assert found_of_a_tenth(points, 10, DRIFT, 200) > 0.85
     assert badly_led(3, DRIFT, 200) <= 0.03
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("drift", [0.0, DRIFT], ids=["steady", "drifting"])
-def test_speed_verdicts_have_expected_error_rate_and_power_in_the_full_simulation(
-    drift: float,
-) -> None:
-    for points in (THREE, SEVEN):
-        results = [found_of_a_tenth(points, blocks, drift) for blocks in BLOCKS]
-        assert results == sorted(results)
-        for blocks, share in zip(BLOCKS, results, strict=True):
-            assert stated_wrongly(points, blocks, drift) <= 0.06
-            assert share >= EXPECTED[points][blocks] - 0.05, (len(points), blocks)
-    assert all(badly_led(blocks, drift) < 0.02 for blocks in BLOCKS)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_plots")
-def test_20_reports_on_simulated_sweeps_state_at_most_one_false_speed_difference(
-    tmp_path: Path,
-) -> None:
-    """At least 19 of 20 reports must state no false difference. All reports must state a true
-    difference of 30 %.
-    """
-    draw, wrong = np.random.default_rng(4), 0
-    for number in range(20):
-        drift = DRIFT * (number % 2)
-        equal = _report(tmp_path / f"equal{number}", dict.fromkeys(THREE, 1000.0), drift, draw)
-        wrong += any(not c["low"] <= 1 <= c["high"] for c in equal if c["ratio"] is not None)
-        speeds: dict[Key, float] = dict(zip(THREE, (1000.0, 1000.0, 1300.0), strict=True))
-        differing = {
-            (c["a"], c["b"]): c for c in _report(tmp_path / f"other{number}", speeds, drift, draw)
-        }
-        assert differing["ddp × 2", "single × 1"]["verdict"] == SUPPORTED
-    assert wrong <= 1
-
-
-def _report(
-    folder: Path, speeds: dict[Key, float], drift: float, draw: np.random.Generator
-) -> list[dict[str, Any]]:
-    """Write the report on a simulated sweep with five repeats, and return `contrasts` of
-    report.json. Start-up time, CPU time and utilization differ only by noise.
-    """
-    sweep = Sweep(folder)
-    for (strategy, devices), block, speed in sweep_of(speeds, 5, drift, draw):
-        noise = np.exp(NOISE * draw.standard_normal(3))
-        memory = [
-            {"device": n, "peak_bytes": 2**30, "utilisation": 0.6 * noise[2]}
-            for n in range(devices)
-        ]
-        sweep.add(
-            strategy,
-            devices,
-            speed,
-            block=block,
-            seconds={"start_to_first_step": 5 * noise[0]},
-            cpu={"seconds_per_second": noise[1]},
-            memory=memory,
-            step={"data_ms": 1.0, "compute_ms": 30.0, "communication_ms": 0.0, "other_ms": 1.0},
-        )
-    results: list[dict[str, float]] = read(sweep.write())[2]["contrasts"]
-    assert json.loads((folder / "report.json").read_text())["lead"]["point"] is not None
-    return results
 
 
 if __name__ == "__main__":

@@ -83,25 +83,6 @@ def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
     assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=8)
-def test_sweep_repeat_n_has_the_seed_of_the_first_repeat_plus_n(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    jobs = frozen(tmp_path, five)
-    first = {tuple(job.overrides): job for job in blocks_of(jobs)[0]}
-    for job in jobs.jobs:
-        if job.status == "skipped":
-            continue
-        twin = first[tuple(job.overrides)]
-        text = (write_job_folder(tmp_path, job) / "config.yaml").read_text()
-        first_text = (write_job_folder(tmp_path, twin) / "config.yaml").read_text()
-        assert job.seed == 7 + job.block
-        renamed = first_text.replace(str(tmp_path / twin.folder), str(tmp_path / job.folder))
-        assert text == renamed.replace("\nseed: 7", f"\nseed: {job.seed}")
-    assert load_config(write_job_folder(tmp_path, jobs.jobs[-1])).seed == 10
-
-
 @pytest.mark.slow(seconds=3)
 def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
     tmp_path: Path, five: list[Point]

@@ -279,13 +279,6 @@ def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
     assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
 
 
-def test_checkpoint_save_with_top_1_writes_best_pt_and_no_best_step_files(
-    contents: Contents, tmp_path: Path
-) -> None:
-    save_top(tmp_path, evaluated(contents, 0.5), 1, is_best=True, top=1)
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"last.pt", "best.pt", "step_1.pt"}
-
-
 def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
     contents: Contents, tmp_path: Path
 ) -> None:
@@ -315,32 +308,40 @@ def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_
     }
 
 
+def disk_full(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@contextlib.contextmanager
+def failing_rename(number: int) -> Iterator[None]:
+    """Let the rename with this number fail, counted from 0."""
+    done: list[Any] = []
+    replace = os.replace
+
+    def rename(source: Any, target: Any) -> None:
+        if len(done) == number:
+            disk_full()
+        done.append(target)
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", rename)
+        yield
+
+
 @pytest.mark.slow(seconds=1)
 def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contents: Contents, tmp_path: Path
 ) -> None:
     """After the failure, the run continues from last.pt. Depending on the rename that failed, it
     trains step 2 again or step 2 is already saved.
     """
-    replace = os.replace
     for failing in range(8):
         folder = tmp_path / str(failing) / "checkpoints"
         folder.parent.mkdir()
         save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
-        done: list[Any] = []
-
-        def rename(
-            source: Any, target: Any, done: list[Any] = done, failing: int = failing
-        ) -> None:
-            if len(done) == failing:
-                disk_full()
-            done.append(target)
-            replace(source, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", rename)
-            with pytest.raises(OSError, match=r"step_2\.pt"):
-                save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
         if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
             save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
         save_top(folder, evaluated(contents, 0.5), 3)
@@ -373,10 +374,6 @@ def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
     assert (tmp_path / "run/checkpoints/best.pt").samefile(
         tmp_path / f"run/checkpoints/best_step_{ranked[0]['step']}.pt"
     )
-
-
-def disk_full(*args: object, **kwargs: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("call", ["torch.save", "os.fsync"])
@@ -427,23 +424,6 @@ def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float
     ] == [False, True, False, True, False]
     assert (progress.best, progress.evaluations_since_best) == (-1.0, 1)
     assert progress.best_values == {"loss": 1.0, "acc": 0.5}
-
-
-@contextlib.contextmanager
-def failing_rename(number: int) -> Iterator[None]:
-    """Let the rename with this number fail, counted from 0."""
-    done: list[Any] = []
-    replace = os.replace
-
-    def rename(source: Any, target: Any) -> None:
-        if len(done) == number:
-            disk_full()
-        done.append(target)
-        replace(source, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", rename)
-        yield
 
 
 @pytest.mark.slow(seconds=1)

@@ -33,24 +33,6 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=3)
-@pytest.mark.processes
-def test_evaluations_within_an_epoch_give_equal_losses_under_every_strategy(
-    tmp_path: Path,
-) -> None:
-    values = []
-    for words in (("parallel=single",), ("parallel=ddp", "parallel.devices=2")):
-        folder = run_warm(tmp_path / words[0], *EVERY_TWO, *words)
-        evaluated = evaluated_losses(folder)
-        # An epoch has five steps, and an evaluation follows every second step of the run.
-        assert list(evaluated) == [2, 4, 6, 8, 10]
-        values.append(list(evaluated.values()))
-        best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
-        assert best["progress"]["step"] in evaluated
-    assert values[0] == pytest.approx(values[1], rel=1e-4)
-
-
 @pytest.mark.slow(seconds=3)
 def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) -> None:
     words = (*EVERY_TWO, "parallel=single", "+model.kwargs.drop_rate=0.2", "data.augment.hflip=0.5")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from src.data.transforms import CropAndFlip, OnImage
 from src.schema import AugmentConfig
+from tests.template.runs import cpu_loader
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
 from timm_parallel.data.decode import Files, TarSplit
 from timm_parallel.data.erasing import Erasing
@@ -65,8 +66,7 @@ def test_batch_that_a_worker_cannot_send_ends_the_epoch_with_the_limit_and_the_f
     if limited == "queue":
         cannot_be_sent: Any = ({"image": lambda: None}, IndexBatch(0, np.array([1])), [], [])
         monkeypatch.setattr(BatchFetcher, "__getitems__", lambda *_: cannot_be_sent)
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = train_loader_of(fetcher, TrainSampler(12, 4, 0, 1, seed=0), prefetcher, 1)
+    loader = cpu_loader(fetcher, TrainSampler(12, 4, 0, 1, seed=0), 1)
     try:
         with pytest.raises(UnsentBatchError, match=reason):
             list(loader.epoch(0))
@@ -184,12 +184,8 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
     """The rows of a batch keep their order. An exception in the thread is raised in the caller."""
     images = torch.randint(0, 256, (40, 3, 4, 4), dtype=torch.uint8)
     split = InMemory(images, torch.arange(40))
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = train_loader_of(
-        BatchFetcher(split, Targets(), None, 0),
-        TrainSampler(len(split), 8, 0, 1, seed=0),
-        prefetcher,
-        0,
+    loader = cpu_loader(
+        BatchFetcher(split, Targets(), None, 0), TrainSampler(len(split), 8, 0, 1, seed=0)
     )
     expected = list(loader.epoch(0))
     pinned: list[int] = []
@@ -314,8 +310,7 @@ def test_peek_reads_only_the_first_images_of_the_first_batch_as_training_reads_t
         substitutes=60,
         on_normalized=Erasing(0.9, "pixel", 2),
     )
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = train_loader_of(fetcher, TrainSampler(60, 20, 0, 1, seed=5), prefetcher, 0)
+    loader = cpu_loader(fetcher, TrainSampler(60, 20, 0, 1, seed=5))
     peeked = loader.peek(7)
     assert len(peeked) == split.read == 7
     assert torch.equal(peeked.image, next(loader.epoch(0)).image[:7])
@@ -330,8 +325,7 @@ def test_loader_with_replay_reads_its_first_batches_once_and_repeats_them_in_eac
     fetcher = BatchFetcher(
         InMemory(images, torch.arange(60)), Targets(), lambda *sample: sample, 0, substitutes=60
     )
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = train_loader_of(fetcher, TrainSampler(60, 10, 0, 1, seed=5), prefetcher, workers)
+    loader = cpu_loader(fetcher, TrainSampler(60, 10, 0, 1, seed=5), workers)
     loader.replay = 2
     try:
         first, second, third = ([*loader.epoch(*place)] for place in ((0, 0), (1, 0), (1, 1)))
@@ -352,12 +346,11 @@ def test_loader_forks_its_workers_when_python_starts_processes_by_a_fork_server(
     images = torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
     # A lambda cannot be pickled, so only a forked worker can have it.
     fetcher = BatchFetcher(InMemory(images, torch.arange(20)), Targets(), lambda *sample: sample, 0)
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     method = multiprocessing.get_start_method()
     # The default of Python 3.14.
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        loader = train_loader_of(fetcher, TrainSampler(20, 10, 0, 1, seed=5), prefetcher, 1)
+        loader = cpu_loader(fetcher, TrainSampler(20, 10, 0, 1, seed=5), 1)
         try:
             assert len([*loader.epoch(0)]) == 2
         finally:

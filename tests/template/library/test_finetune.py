@@ -9,16 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 import evaluate as entry
 from src.train.build import build_run
 from src.train.run import train
-from tests.template.runs import resolved, start_run
+from tests.template.runs import draw_images, resolved, start_run
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
@@ -46,14 +44,7 @@ def images(
     root: Path, classes: tuple[str, ...], splits: tuple[str, ...] = ("train", "val", "test")
 ) -> Path:
     """Write six images of each class into each split, and return the root folder."""
-    draw = np.random.default_rng(0)
-    for split in splits:
-        for name in classes:
-            (root / split / name).mkdir(parents=True)
-            for number in range(6):
-                pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
-    return root
+    return draw_images(root, *(f"{split}/{name}" for split in splits for name in classes), count=6)
 
 
 @pytest.fixture(scope="module")

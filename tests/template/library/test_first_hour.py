@@ -330,15 +330,10 @@ def test_console_line_of_an_epoch_shows_val_metrics_only_when_the_epoch_was_eval
     assert ["val/" in line for line in lines] == [False, True, False, True, True]
 
 
-def test_overfit_preset_trains_without_augmentation_and_label_smoothing() -> None:
-    config = resolved("experiment=finetune", "data.root=x", "debug=overfit", "parallel=single")
-    assert config.data.augment == AugmentConfig()
-    assert config.train.smoothing == 0
-
-
-def test_overfit_preset_turns_every_augmentation_off() -> None:
+def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> None:
     preset = yaml.safe_load((root() / "conf" / "debug" / "overfit.yaml").read_text())
     assert preset["data"]["augment"] == asdict(AugmentConfig())
+    assert preset["train"]["smoothing"] == 0
 
 
 def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,8 @@ pytestmark = pytest.mark.processes
 TWO = ("parallel=ddp", "parallel.devices=2")
 
 
-def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[Running]:
-    """Start rank 1 and, after `delay` seconds, rank 0. Return both commands. A cluster starts ranks
-    in this way, without torchrun.
-    """
+def by_hand(train: Train, folder: Path, *overrides: str) -> list[Running]:
+    """Start rank 1 and rank 0, as a cluster starts ranks without torchrun. Return both commands."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,7 +39,6 @@ def by_hand(train: Train, folder: Path, delay: float, *overrides: str) -> list[R
         }
         command = [sys.executable, "train.py", *tiny(f"hydra.run.dir={folder}", *overrides)]
         started.append(train.start_command(command, folder, environment))
-        time.sleep(delay if rank else 0)
     return started
 
 
@@ -110,30 +106,9 @@ def test_metrics_and_weights_are_identical_under_torchrun_and_python(
     check_equal(by_torchrun, Finished(0, "", "", run_warm(tmp_path / "run", *TWO), 0.0))
 
 
-@pytest.mark.slow(seconds=15)
-@pytest.mark.nightly
-def test_concurrent_runs_with_same_folder_name_get_separate_folders(
-    by_torchrun: Finished, train: Train
-) -> None:
-    """train.py starts the first run. The ranks of the second run are started one by one, rank 0
-    three seconds after rank 1.
-    """
-    ranks = by_hand(train, train.base / "run", 3.0, "parallel=ddp")
-    runs = [in_its_folder(run.finish()) for run in (train.start(*TWO), ranks[1])]
-    assert ranks[0].finish().returncode == 0
-    assert (
-        {run.folder.name for run in runs}
-        == {"run", "run_1"}
-        == {path.name for path in train.base.glob("run*")}
-    )
-    for run in runs:
-        check(run)
-        check_equal(run, by_torchrun)
-
-
 @pytest.mark.slow(seconds=4)
 def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
-    ranks = by_hand(train, train.base / "run", 0, "parallel=ddp", "modle=tiny")
+    ranks = by_hand(train, train.base / "run", "parallel=ddp", "modle=tiny")
     ended = [rank.finish() for rank in ranks]
     assert [done.returncode for done in ended] == [2, 2]
     stderr = "".join(done.stderr for done in ended)

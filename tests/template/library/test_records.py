@@ -330,22 +330,18 @@ def test_nan_becomes_null_in_metrics_jsonl(tmp_path: Path) -> None:
         ('{"loss": 1}', "not of this project"),
         (json.dumps({"status": "done", "format": FORMAT + 1}), f"format {FORMAT + 1} is newer"),
         (json.dumps({"status": "wonderful", "format": FORMAT}), "wonderful"),
+        # Not UTF-8.
+        ("\udcff\udcfe{", r"result\.json"),
     ],
 )
 def test_error_names_the_run_folder_and_the_reason_when_result_json_is_unusable(
     tmp_path: Path, text: str | None, reason: str
 ) -> None:
     if text is not None:
-        (tmp_path / "result.json").write_text(text)
+        (tmp_path / "result.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=reason) as refusal:
         read_result(tmp_path)
     assert str(tmp_path) in str(refusal.value)
-
-
-def test_error_names_result_json_when_the_file_is_not_utf8_text(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(ValueError, match=r"result\.json"):
-        read_result(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts import report as script
+from tests.template.runs import run_python
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.report.report import write_report
 from timm_parallel.record.result import FORMAT, Result, write_result
@@ -423,19 +422,6 @@ def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> 
     assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.usefixtures("plots")
-def test_report_plot_of_speed_ratios_changes_with_sweep_smallest_difference(tmp_path: Path) -> None:
-    drawn = []
-    for smallest in (0.03, 0.2):
-        sweep = full_sweep(tmp_path / str(smallest), {})
-        for strategy, speeds in (("single", [1000, 1010, 990]), ("dp", [2500, 2505, 2490])):
-            sweep.repeat(strategy, 1, speeds, config={"sweep": {"smallest_difference": smallest}})
-        read(sweep.write())
-        drawn.append((sweep.folder / "report_plots" / "1_ratios.svg").read_text(encoding="utf-8"))
-    assert drawn[0] != drawn[1]
-
-
 @pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize(
     ("points", "fastest"), [(9, 8), pytest.param(30, 29, marks=pytest.mark.nightly)]
@@ -557,8 +543,7 @@ def test_report_py_prints_the_path_of_the_report_or_exits_2_for_a_folder_without
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
-    command = [sys.executable, "scripts/report.py", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("scripts/report.py", str(folder))
     assert (done.returncode, done.stdout.strip()) == (0, str(folder / "report.html"))
     assert script.main([str(tmp_path)]) == 2
     refused = capsys.readouterr().err

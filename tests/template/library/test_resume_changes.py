@@ -12,18 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from src.app import app
 from src.schema import ResolvedConfig
 from src.tasks.classification import Classification
 from src.train.run import train
-from tests.template.runs import parts_of, resolved, start_run, take_steps
+from tests.template.runs import draw_images, parts_of, resolved, start_run, take_steps
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.entry import run_command
@@ -44,7 +42,6 @@ from timm_parallel.state.saving import checkpoint_of, optimizer_state
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 
-STEPS_PER_EPOCH = 4
 SETTINGS = (
     *(
         "data=folder",
@@ -69,24 +66,12 @@ SETTINGS = (
 )
 
 
-def images(root: Path, classes: dict[str, int]) -> Path:
-    """Write an image folder. `classes` is a dictionary from class name to number of training
-    images. Each class has one validation image.
-    """
-    draw = np.random.default_rng(0)
-    for name, count in classes.items():
-        for split, number in (("train", count), ("val", 1)):
-            (root / split / name).mkdir(parents=True, exist_ok=True)
-            for index in range(number):
-                pixels = draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{index}.png")
-    return root
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write 24 training images in 3 classes, which make 4 steps per epoch."""
-    return images(tmp_path_factory.mktemp("data") / "images", {"ant": 8, "bee": 8, "cat": 8})
+    root = tmp_path_factory.mktemp("data") / "images"
+    draw_images(root, "val/ant", "val/bee", "val/cat")
+    return draw_images(root, "train/ant", "train/bee", "train/cat", count=8)
 
 
 @cache

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from src.app import app
 from src.schema import Config, OptimConfig
-from tests.template.runs import resolved
+from tests.template.runs import draw_images, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, read_saved, save_config
@@ -246,12 +244,7 @@ def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_
 def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
     main: Main, tmp_path: Path
 ) -> None:
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            (tmp_path / "here" / split / name).mkdir(parents=True)
-            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(
-                tmp_path / "here" / split / name / "1.png"
-            )
+    draw_images(tmp_path / "here")
     folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
     (tmp_path / "here").rename(tmp_path / "there")
     code, err = main(f"resume={folder}")
@@ -265,10 +258,7 @@ def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
 def test_run_with_relative_paths_is_resumed_and_evaluated_from_another_folder(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            (tmp_path / "shapes" / split / name).mkdir(parents=True)
-            Image.new("L", (8, 8)).save(tmp_path / "shapes" / split / name / "0.png")
+    draw_images(tmp_path / "shapes")
     Path("start.pt").write_bytes(b"weights")
     paths = ("data=folder", "data.root=shapes", "model.weights=start.pt")
     words = (*paths, "data.image_size=32", "data.batch_size=2", "train.epochs=4")
@@ -652,7 +642,7 @@ def test_saved_config_of_an_earlier_version_is_read_unless_it_sets_a_key_that_is
     path = tmp_path / "config.yaml"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("train:\n", "train:\n  gone: null\n", 1), encoding="utf-8")
-    assert load_config(tmp_path).model.kwargs == {"drop_rate": None}
+    assert "drop_rate" in load_config(tmp_path).model.kwargs
     path.write_text(text.replace("train:\n", "train:\n  gone: 3\n", 1), encoding="utf-8")
     with pytest.raises(ValueError, match=r"train\.gone"):
         load_config(tmp_path)

@@ -20,7 +20,7 @@ from torch import Tensor
 from src.data.datasets import Synthetic
 from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
-from tests.template.runs import resolved, task_of
+from tests.template.runs import cpu_loader, resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import load_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
@@ -33,7 +33,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.runtime.replica_checks import check_same_data
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, train_loader_of
+from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.portable
@@ -168,8 +168,7 @@ def images_by_index(world: int, epoch: int, seed: int) -> dict[int, Tensor]:
         )
         fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
         sampler = TrainSampler(len(split), 6, rank, world, seed)
-        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-        loader = train_loader_of(fetcher, sampler, prefetcher, 0)
+        loader = cpu_loader(fetcher, sampler)
         batches = loader.epoch(epoch)
         for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
             assert batch.indices.tolist() == indices
@@ -225,8 +224,7 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank
             erasing = Erasing(1.0)
             fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
             sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
-            prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-            batches = train_loader_of(fetcher, sampler, prefetcher, 0).epoch(epoch)
+            batches = cpu_loader(fetcher, sampler).epoch(epoch)
             for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
                 images.update(zip(indices, batch.image, strict=True))
         erased.append(images)
@@ -256,9 +254,8 @@ def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int)
     pixels: dict[int, Any] = {}
     for rank in range(world):
         fetcher = BatchFetcher(Noisy(), Targets(), None, 7)
-        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         sampler = TrainSampler(12, 6, rank, world, 7)
-        loader = train_loader_of(fetcher, sampler, prefetcher, workers)
+        loader = cpu_loader(fetcher, sampler, workers)
         for batch in loader.epoch(epoch):
             drawn = batch.image[:, :, 0, 0].tolist()
             pixels |= dict(zip(batch.target.tolist(), drawn, strict=True))
@@ -298,10 +295,9 @@ def draws_of_epoch(world: int, epoch: int = 0, seed: int = 7) -> dict[int, list[
     split = InMemory(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12))
     draws: dict[int, list[float]] = {}
     for rank in range(world):
-        prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
         sampler = TrainSampler(12, 6, rank, world, seed)
         fetcher = BatchFetcher(split, Targets(), None, seed)
-        for batch in train_loader_of(fetcher, sampler, prefetcher, 0).epoch(epoch):
+        for batch in cpu_loader(fetcher, sampler).epoch(epoch):
             draws |= draws_of(batch)
     return draws
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from src.schema import Config
+from tests.template.runs import run_python
 from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.search import study as module
@@ -61,14 +62,11 @@ def space_of(*overrides: str) -> dict[str, Any]:
 
 
 def search(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "train.py", "-m", *overrides]
     if folder.exists():
-        command.append(f"sweep.resume={folder}")
+        words = (*overrides, f"sweep.resume={folder}")
     else:
-        command += ["search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+        words = (*overrides, "search=optuna", *SMALL, f"hydra.sweep.dir={folder}")
+    return run_python("train.py", "-m", *words)
 
 
 def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
@@ -287,57 +285,6 @@ def study(folder: Path) -> Any:
     import optuna
 
     return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly)]
-)
-def test_killed_search_completes_all_its_trials_when_resumed(
-    tmp_path: Path, strategy: str, devices: int
-) -> None:
-    folder = tmp_path / "search"
-    words = (
-        *("search.n_trials=3", "search.n_startup_trials=1"),
-        *(f"parallel={strategy}", f"parallel.devices={devices}"),
-    )
-    command = [
-        sys.executable,
-        "train.py",
-        "-m",
-        "search=optuna",
-        *SMALL,
-        *words,
-        f"hydra.sweep.dir={folder}",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        until = time.monotonic() + 300
-        while not (folder / "1" / "metrics.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    before = (folder / "0" / "result.json").read_bytes()
-    done = search(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "0" / "result.json").read_bytes() == before, "a done trial ran again"
-    jobs = read_jobs(folder).jobs
-    assert [job.id for job in jobs] == [0, 1, 2]
-    assert {job.status for job in jobs} <= {"done", "pruned"}
-    trials = study(folder).get_trials()
-    assert [trial.number for trial in trials] == [0, 1, 2]
-    assert len({trial.params["optim.lr"] for trial in trials}) == 3
-    for job in jobs:
-        result = json.loads((folder / job.folder / "result.json").read_text())
-        assert result["status"] == job.status
-        assert job.status == "pruned" or result["world_size"] == devices
-    best = study(folder).best_trial
-    html = (folder / "search.html").read_text()
-    assert f'in trial <a href="{best.number}/">' in html
-    assert html.count("<img") >= 3
 
 
 @pytest.mark.slow

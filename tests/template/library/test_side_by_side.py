@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.template.runs import run_python
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.keys import Config, SweepConfig
 from timm_parallel.lab.jobs import local_job as child
@@ -204,7 +205,7 @@ def sweep(folder: Path, *more: str) -> list[str]:
         "sweep.jobs=2",
         f"hydra.sweep.dir={folder}",
     )
-    return [sys.executable, "train.py", "-m", *SMALL, *words, *more]
+    return ["train.py", "-m", *SMALL, *words, *more]
 
 
 @pytest.mark.nightly
@@ -214,10 +215,7 @@ def sweep(folder: Path, *more: str) -> list[str]:
 def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alone(
     tmp_path: Path,
 ) -> None:
-    command = sweep(tmp_path / "two", "seed=1,2")
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python(*sweep(tmp_path / "two", "seed=1,2"))
     assert done.returncode == 0, done.stdout + done.stderr
     for job in read_jobs(tmp_path / "two").jobs:
         folder = tmp_path / "two" / job.folder
@@ -245,7 +243,7 @@ def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigki
     """
     folder = tmp_path / "sweep"
     running = subprocess.Popen(
-        sweep(folder, "seed=1,2,3", "train.epochs=30"),
+        [sys.executable, *sweep(folder, "seed=1,2,3", "train.epochs=30")],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -262,14 +260,7 @@ def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigki
     while (left := processes_of(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
-    again = subprocess.run(
-        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    again = run_python("train.py", "-m", f"sweep.resume={folder}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
     assert read_result(folder / "0").neighbours == 1, (

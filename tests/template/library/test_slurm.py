@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.template.cluster_commands import SRUN
-from tests.template.runs import run_warm, tiny
+from tests.template.runs import numbers_of, run_warm, tiny
 from tests.template.slurm_cluster import (
     LONG,
     MARKS,
@@ -29,7 +25,6 @@ from tests.template.slurm_cluster import (
 )
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import read_lines
 
 pytestmark = MARKS
 # With these overrides, a run on one machine trains like the Slurm job on two nodes.
@@ -38,15 +33,6 @@ TWO_RANKS = ("parallel=ddp", "parallel.devices=2")
 
 def is_in_state(jobs: Jobs, folder: Path, state: str) -> bool:
     return jobs.state(folder) == state
-
-
-def numbers(folder: Path) -> tuple[Any, ...]:
-    lines = [
-        (line["step"], line.get("train/loss"))
-        for line in read_lines(folder / "metrics.jsonl")
-        if "train/loss" in line
-    ]
-    return read_result(folder).parameters_hash, lines
 
 
 def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machine(
@@ -59,8 +45,8 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
         ["n1", "n2"],
         2,
     )
-    here = numbers(run_warm(train.base / "here", *TWO_RANKS))
-    assert numbers(done.folder) == here
+    here = numbers_of(run_warm(train.base / "here", *TWO_RANKS))
+    assert numbers_of(done.folder) == here
     tasks = SRUN.replace("python", sys.executable).split()
     plain = train.start_command(
         [*tasks, *tiny(f"hydra.run.dir={train.base / 'plain'}")],
@@ -68,7 +54,7 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
         jobs.environment,
     ).finish()
     assert plain.returncode == 0, plain.output
-    assert (plain.result["hosts"], numbers(plain.folder)) == (["n1", "n2"], here)
+    assert (plain.result["hosts"], numbers_of(plain.folder)) == (["n1", "n2"], here)
 
 
 @pytest.mark.nightly
@@ -100,43 +86,7 @@ def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_n
         assert log.count("resumed from") == 2 and "stopped by SIGUSR1" in log, log
     for folder, override in zip(folders, ("optim.lr=0.001", "optim.lr=0.01"), strict=True):
         alone = run_warm(train.base / f"alone_{folder.name}", *TWO_RANKS, *long, override)
-        assert numbers(folder) == numbers(alone), "expected the numbers of an undisturbed run"
-
-
-@pytest.mark.nightly
-def test_restarted_slurm_job_waits_until_its_first_attempt_ends_when_slurmd_was_killed(
-    jobs: Jobs,
-) -> None:
-    """The test kills slurmd, but the processes of the job survive. Slurm then starts the job a
-    second time on the other node.
-    """
-    overrides = ("cluster.nodes=1", "parallel=single", *LONG, "train.epochs=400")
-    folder = jobs.submit("orphan", *overrides)
-    jobs.wait_for_steps(folder)
-    lost = jobs.slurm(
-        "squeue", "--noheader", "--format=%N", f"--jobs={(folder / 'job.id').read_text().strip()}"
-    )
-    daemon = Path(jobs.environment["DEV_CLUSTER"]) / f"{lost}.pid"
-    os.kill(int(daemon.read_text()), signal.SIGKILL)
-    # Mark the node as down. Slurm would do this only after SlurmdTimeout, and a fast machine would
-    # finish the run before.
-    jobs.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
-    log = folder / "logs" / "slurm.log"
-    jobs.wait(lambda: "an earlier start of this job; waiting up to" in log.read_text(), 300, folder)
-    before = jobs.steps(folder)
-    # New steps show that the first attempt still trains, because the second attempt only waits and
-    # writes nothing.
-    jobs.wait_for_steps(folder, before)
-    subprocess.run(
-        ["slurmd", "-N", lost, "-f", jobs.environment["SLURM_CONF"]],
-        env=jobs.environment,
-        check=True,
-    )
-    jobs.wait(lambda: jobs.state(folder) == "", 600, folder)
-    assert read_result(folder).status == "done", log.read_text()
-    steps = [line["step"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
-    assert steps == sorted(set(steps)) and steps[-1] > 2300, "each step is recorded once"
-    assert log.read_text().count("resumed from") == 1
+        assert numbers_of(folder) == numbers_of(alone), "expected the numbers of an undisturbed run"
 
 
 @pytest.mark.nightly

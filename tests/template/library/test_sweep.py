@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.template.runs import run_python
 from timm_parallel.config.compose import load_config
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
 from timm_parallel.keys import DataConfig, SweepConfig
@@ -27,9 +28,7 @@ from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import read_jobs
-from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import processes_of
-from timm_parallel.testing.ranks import train_warm
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
@@ -42,10 +41,7 @@ SMALL = (
 
 
 def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_python("train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}")
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -184,68 +180,11 @@ def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_on_a_gpu_machine(
     assert [point.config.parallel.threads_per_device for point in expanded] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["modle=a,b"], ["parallel=single,dpp"], ["optim.lr=1e-3,abc"], ["train.epochs=0,1"]],
-)
-def test_sweep_is_refused_when_a_swept_value_is_invalid(overrides: list[str]) -> None:
-    with pytest.raises(ValueError, match=overrides[0].partition("=")[0]):
-        points(*overrides)
-
-
-def test_sweep_is_refused_when_a_swept_range_is_empty() -> None:
-    with pytest.raises(ValueError, match=r"seed=range\(3,3\): "):
-        points("seed=range(3,3)")
-
-
 @pytest.mark.slow(seconds=2)
 def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
     """Jobs start from these written configs. Later edits in conf/ must not change them."""
     jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
     assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
-
-
-# This slow test runs at night only. For each commit, test_small_project.py runs such a sweep, and
-# test_side_by_side.py compares its jobs with jobs run alone.
-@pytest.mark.processes
-@pytest.mark.parametrize("strategies", ["single,ddp", "single,dp"])
-@pytest.mark.slow(seconds=20)
-@pytest.mark.nightly
-def test_sweep_over_strategies_and_devices_records_strategy_and_world_size_of_each_job(
-    tmp_path: Path, strategies: str
-) -> None:
-    """The sweep must skip single on two devices. A job run alone must equal the same job in the
-    sweep bit for bit.
-    """
-    folder = tmp_path / "sweep"
-    done = sweep(
-        folder, f"parallel={strategies}", "parallel.devices=2,1", "parallel.threads_per_device=1"
-    )
-    assert done.returncode == 0, done.stderr
-    done_results = results(folder)
-    wanted = [
-        ("single", 1, 1, 1),
-        ("dp", 2, 2, 1),
-        ("dp", 1, 1, 1),
-        ("ddp", 2, 2, 2),
-        ("ddp", 1, 1, 1),
-    ]
-    wanted = [row for row in wanted if row[0] in strategies.split(",")]
-    assert statuses(folder) == ["skipped", *["done"] * len(wanted)]
-    assert [
-        (r["strategy"], r["world_size"], r["devices"], r["processes"]) for r in done_results
-    ] == wanted
-    for result in done_results:
-        assert result["val"]["loss"] == pytest.approx(done_results[0]["val"]["loss"], abs=1e-5)
-        assert result["val"]["samples"] == 270
-    assert (folder / "report.html").exists()
-    assert "single uses one device" in (folder / "report.md").read_text()
-    on_two_devices = load_config(folder / read_jobs(folder).jobs[2].folder)
-    alone = read_result(train_warm(on_two_devices, tmp_path / "alone"))
-    assert (alone.val, alone.parameters_hash) == (
-        done_results[1]["val"],
-        done_results[1]["parameters_hash"],
-    )
 
 
 @pytest.mark.nightly
@@ -303,14 +242,7 @@ def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
     assert statuses(folder) == ["done", "interrupted", "waiting"]
     assert not processes_of(folder)
     first = (folder / "0" / "result.json").read_text()
-    again = subprocess.run(
-        [sys.executable, "train.py", "-m", f"sweep.resume={folder}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    again = run_python("train.py", "-m", f"sweep.resume={folder}")
     assert again.returncode == 0, again.stderr
     assert statuses(folder) == ["done"] * 3
     assert (folder / "0" / "result.json").read_text() == first

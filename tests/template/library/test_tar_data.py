@@ -14,20 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from test_timm_data import CLASSES, config_of, png, values_and_labels
 
-from src.schema import Config, TrainConfig
-from tests.template.runs import resolved, task_of
+from src.schema import TrainConfig
+from tests.template.runs import task_of
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
-
-CLASSES = ("cat", "dog")
-
-
-def png(value: int) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (12, 10), (value, 0, 0)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
@@ -52,19 +45,6 @@ def pairs(count: int, start: int = 0) -> dict[str, bytes]:
             f"{n:06d}.json": b"{}",
         }
     return members
-
-
-def config_of(name: str, root: Path, *overrides: str) -> Config:
-    return resolved(
-        "data=timm", f"data.name={name}", f"data.root={root}", "data.batch_size=4", *overrides
-    )
-
-
-def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample of a split. In these data the label is the red
-    value modulo 2.
-    """
-    return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,11 @@ refusals, and a complete sweep.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.template.runs import ROOT
 from timm_parallel.data.build import check_data, training_size
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
@@ -182,27 +178,3 @@ def test_sweep_over_settings_for_speed_repeats_the_current_settings_and_each_ent
         for name in ("current settings", *(text.replace(" ", ",") for text in tried))
         for block in range(2)
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=40)
-@pytest.mark.processes
-def test_sweep_over_settings_for_speed_reports_images_per_second_of_each(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    done = subprocess.run(
-        [
-            *(sys.executable, "train.py", "-m", *SHORT),
-            "sweep.tune=['train.precision=bf16','data.workers=0']",
-            *("data.workers=1", "sweep.repeats=2", f"hydra.sweep.dir={folder}"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 6
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    assert report["settings"][0]["metric"] == "images/s"
-    assert [len(setting["values"]) for setting in report["settings"][0]["settings"]] == [2] * 3

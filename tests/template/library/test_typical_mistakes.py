@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import yaml
 from evaluate import main as evaluate
 from scripts.predict import main as predict
 from src.schema import Config
+from tests.template.runs import run_python
 from timm_parallel.config.suggest import OTHER_NAMES, is_declared, is_known, key_hint
 from timm_parallel.keys import leaves
 from timm_parallel.testing.commands import Refuse
@@ -190,14 +189,7 @@ def test_error_of_predict_py_suggests_the_option_images_for_the_unknown_key_imag
 def test_train_py_and_evaluate_py_print_exactly_one_line_for_a_typical_command(
     command: str, code: int, expected: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(*command.split())
     [line] = (done.stdout + done.stderr).splitlines()
     assert (done.returncode, expected in line) == (code, True), line
 

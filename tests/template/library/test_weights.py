@@ -18,7 +18,6 @@ import pytest
 import timm
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
 from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from src.models.build import build_model
 from src.schema import ModelConfig
 from src.train.build import build_data_and_model, build_run
-from tests.template.runs import resolved
+from tests.template.runs import draw_images, resolved
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.load_weights import load_weights
 from timm_parallel.parallel.build import build_strategy
@@ -91,10 +90,7 @@ def test_data_mean_defaults_to_the_mean_in_the_weights_checkpoint_when_channels_
     overrides: tuple[str, ...],
     expected: tuple[float, ...],
 ) -> None:
-    for split in ("train", "val"):
-        for name in ("ant", "bee"):
-            (tmp_path / split / name).mkdir(parents=True)
-            Image.new("RGB", (32, 32)).save(tmp_path / split / name / "0.png")
+    draw_images(tmp_path, size=32)
     preprocessing = {"mean": of_run, "std": of_run, "input_size": (len(of_run), 32, 32)}
     torch.save({"format": 2, "model": {}, "preprocessing": preprocessing}, tmp_path / "best.pt")
     config = resolved(
@@ -308,22 +304,6 @@ def test_model_weights_load_from_a_checkpoint_that_timm_train_py_saved(tmp_path:
     assert is_equal(fresh, source.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("key", "prefix"), [("model_state_dict", ""), ("state_dict", "net._orig_mod.")]
-)
-def test_model_weights_load_from_pytorch_tutorial_and_lightning_checkpoints(
-    tmp_path: Path, key: str, prefix: str
-) -> None:
-    state = model(seed=1).state_dict()
-    named = {prefix + name: tensor for name, tensor in state.items()} | {
-        "criterion.weight": torch.ones(10)
-    }
-    torch.save({key: named, "epoch": 3, "optimizer_state_dict": {}}, tmp_path / "last.ckpt")
-    fresh = model(seed=2)
-    line = load_weights(fresh, tmp_path / "last.ckpt", DIGITS)
-    assert is_equal(fresh, state) and "criterion.weight" in line
-
-
 class Inner(nn.Module):
     """Model whose submodules are named `model` and `net`, like common prefixes in checkpoints."""
 
@@ -453,14 +433,23 @@ def test_class_names_of_safetensors_come_from_config_json_in_its_folder(
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix"), [(None, "encoder."), ("net", "timm_model."), ("ema_weights", "lit.net.")]
+    ("key", "prefix"),
+    [
+        (None, "encoder."),
+        ("net", "timm_model."),
+        ("ema_weights", "lit.net."),
+        # A tutorial of PyTorch, and Lightning with a compiled model.
+        ("model_state_dict", ""),
+        ("state_dict", "net._orig_mod."),
+    ],
 )
 def test_weights_load_with_any_one_prefix_and_below_any_one_key(
     tmp_path: Path, prefix: str, key: str | None
 ) -> None:
     state = model(seed=1).state_dict()
     named = {prefix + name: tensor for name, tensor in state.items()} | {"loss.s": torch.ones(2)}
-    torch.save(named if key is None else {key: named, "acc": 0.5}, tmp_path / "last.pt")
+    more = {"acc": 0.5, "optimizer_state_dict": {}}
+    torch.save(named if key is None else {key: named, **more}, tmp_path / "last.pt")
     fresh = model(seed=2)
     assert "loss.s" in load_weights(fresh, tmp_path / "last.pt", DIGITS, for_evaluation=True)
     assert is_equal(fresh, state)

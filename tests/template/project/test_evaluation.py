@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from src.schema import ModelConfig
 from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
-from tests.template.runs import ROOT, evaluate_batches, resolved, run_warm
+from tests.template.runs import evaluate_batches, resolved, run_python, run_warm
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.data.build import build_dataset
@@ -236,10 +234,7 @@ def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
 @pytest.mark.slow(seconds=14)
 @pytest.mark.processes
 def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
-    done = subprocess.run(
-        [sys.executable, "evaluate.py", f"run={finished_run.folder}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_python("evaluate.py", f"run={finished_run.folder}")
     assert done.returncode == 0, done.stderr
     actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
     result = finished_run.result
@@ -297,6 +292,7 @@ def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
     ("overrides", "reason"),
     [
         ([], "run=<run folder>"),
+        (["-m", "run=a,b"], "shell loop"),
         (["model.name=resnet18"], "model.pretrained=true or model.weights"),
         (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
         (
@@ -354,26 +350,3 @@ def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
     _check_head(ResolvedConfig(), model, 1000)
     with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
         _check_head(ResolvedConfig(), model, 10)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_evaluate_py_gives_the_same_result_on_one_and_two_devices(finished_run: Finished) -> None:
-    overrides = [f"run={finished_run.folder}", "parallel=ddp", "parallel.devices=2"]
-    command = [sys.executable, "evaluate.py", *overrides]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert actual["test"]["world_size"] == 2
-    for key in ("correct", "samples", "acc_per_class"):
-        assert actual["test"][key] == finished_run.result["test"][key], key
-
-
-def test_evaluate_py_refuses_multirun_and_suggests_shell_loop(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert entry.main(["-m", "run=a,b"]) == 2
-    assert "shell loop" in capfd.readouterr().err

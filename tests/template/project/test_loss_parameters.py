@@ -22,7 +22,7 @@ from torch.nn import functional
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
-from tests.template.runs import parts_of, resolved, task_of, train_run
+from tests.template.runs import losses_of, parts_of, resolved, task_of, train_run
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
@@ -36,7 +36,6 @@ from timm_parallel.record.result import read_result
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
-from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
 # Total number of steps in two epochs.
@@ -112,12 +111,6 @@ def contents(folder: Path, name: str = "last") -> dict[str, Any]:
     return checkpoint.load(folder / "checkpoints" / f"{name}.pt")
 
 
-def losses(folder: Path) -> list[float]:
-    return [
-        line["train/loss"] for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line
-    ]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function `spread -> run folder`. Each spread trains once."""
@@ -147,7 +140,7 @@ def test_loss_with_parameters_trains_equally_under_every_strategy(
     trained: Callable[[str], Path], spread: str
 ) -> None:
     expected, actual = contents(trained("single")), contents(trained(spread))
-    assert losses(trained(spread)) == pytest.approx(losses(trained("single")), rel=1e-5)
+    assert losses_of(trained(spread)) == pytest.approx(losses_of(trained("single")), rel=1e-5)
     theirs, ours = expected["networks"]["loss"], actual["networks"]["loss"]
     assert list(ours) == list(theirs) == NAMES
     for name in ("centers", "temperature"):

@@ -25,7 +25,7 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
-from tests.template.runs import run_warm
+from tests.template.runs import draw_images, run_warm
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
@@ -588,12 +588,7 @@ def test_loaded_model_keeps_the_position_embedding_when_only_eval_image_size_is_
     """`data.eval_image_size` alone changes neither the training image size nor the position
     embedding.
     """
-    for place in ("train/a", "train/b", "val/a", "val/b"):
-        (tmp_path / "images" / place).mkdir(parents=True)
-        for number in range(2):
-            Image.new("RGB", (20, 20), (99, 9, number)).save(
-                tmp_path / "images" / place / f"{number}.png"
-            )
+    draw_images(tmp_path / "images", count=2)
     overrides = (
         "data=folder",
         f"data.root={tmp_path}/images",

@@ -21,7 +21,7 @@ import evaluate as entry
 from scripts import export, predict
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
-from tests.template.runs import resolved, run_warm, task_of
+from tests.template.runs import losses_of, resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -30,8 +30,7 @@ from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.task import Task
-from timm_parallel.testing.configs import plain, read_lines
+from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
 NAMES = ("red", "green")
@@ -71,11 +70,6 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("regression") / "run"
     return run_warm(folder, *SMALL, f"data.root={colors}", "parallel=single")
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = read_lines(folder / "metrics.jsonl")
-    return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 @pytest.mark.slow(seconds=2)
@@ -219,47 +213,3 @@ def test_csv_cell_that_is_not_a_number_is_refused_with_the_line_number(
     config.data.kwargs = {"targets": list(NAMES)}
     with pytest.raises(ValueError, match=f"line 3: {named}"):
         check_data(config)
-
-
-@pytest.mark.slow(seconds=4)
-def test_regression_run_matches_a_plain_pytorch_loop(colors: Path, tmp_path: Path) -> None:
-    """The loop has its own model, order of images, optimizer and schedule."""
-    import timm
-
-    words = (
-        *("optim=sgd", "optim.sched=constant", "data.augment.hflip=0", "data.augment.scale=null"),
-        *("optim.lr=0.01", "optim.weight_decay=0", "optim.warmup_epochs=0", "train.epochs=4"),
-        *("train.log_every=1", "parallel=single", "data.mean=[0.5,0.5,0.5]"),
-        *("data.std=[0.25,0.25,0.25]", "+optim.kwargs.nesterov=false"),
-    )
-    folder = run_warm(tmp_path / "ours", *SMALL, f"data.root={colors}", *words)
-    ours = losses_of(folder)
-    run = read_result(folder)
-    assert run.epochs == 4
-    # Only the order of images and the initial weights come from the project.
-    from timm_parallel.config.compose import load_config
-    from timm_parallel.data.build import build_dataset
-    from timm_parallel.data.samplers import TrainSampler
-
-    config: Any = load_config(folder)
-    data = build_dataset(config.data, target="numbers")
-    assert Task.find(config.train.task)(config, data.target_names).num_outputs == 2
-    torch.manual_seed(config.seed)
-    model = timm.create_model(
-        config.model.name, num_classes=2, img_size=(16, 24), **config.model.kwargs
-    ).train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    sampler = TrainSampler(len(data.train), 12, 0, 1, config.seed)
-    theirs = []
-    for epoch in range(4):
-        sampler.start_at(epoch)
-        for batch in sampler:
-            samples = [data.train[index] for index in batch.indices.tolist()]
-            images = torch.stack([image for image, _ in samples]).float()
-            targets = torch.tensor([target for _, target in samples])
-            loss = ((model((images / 255 - 0.5) / 0.25) - targets) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            theirs.append(loss.item())
-    assert ours == pytest.approx(theirs, rel=1e-3)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.template.runs import resolved, train_run
+from tests.template.runs import losses_of, resolved, train_run
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.record.result import read_metrics, read_result
+from timm_parallel.record.result import read_result
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
@@ -83,12 +83,7 @@ def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and
         (tmp_path / name).mkdir()
         in_ranks(train, 2 if name == "ddp" else 1, str(root), str(tmp_path / name), overrides)
         result = read_result(tmp_path / name)
-        losses = [
-            line["train/loss"]
-            for line in read_metrics(tmp_path / name / "metrics.jsonl")
-            if "train/loss" in line
-        ]
-        seen[name] = losses
+        seen[name] = losses_of(tmp_path / name)
         assert result.skipped == {"train": 4, "val": 2}, name
         assert result.val["samples"] == 8, name
         assert result.samples_seen == 24

@@ -14,15 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from PIL import Image
 
-from tests.template.runs import ROOT, resolved, tiny
+from tests.template.runs import ROOT, draw_images
 from timm_parallel.data.samplers import TrainSampler
-from timm_parallel.errors import ReplicasDifferError
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.ranks import in_ranks
 
 pytestmark = pytest.mark.processes
 TWO = ("parallel=ddp", "parallel.devices=2")
@@ -33,13 +28,8 @@ def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
     """Write 16 training images. Damage the image that rank 1 of 2 reads first, and return the path
     of this image.
     """
-    for split, count in (("train", 8), ("val", 2)):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for index in range(count):
-                Image.new("RGB", (32, 32), (index * 20, 0, 0)).save(
-                    root / split / name / f"{index}.png"
-                )
+    draw_images(root, "train/cat", "train/dog", count=8, size=32)
+    draw_images(root, "val/cat", "val/dog", count=2, size=32)
     files = sorted((root / "train").rglob("*.png"))
     first = int(TrainSampler(16, 4, rank=1, world_size=2, seed=42).shard()[0])
     files[first].write_bytes(files[first].read_bytes()[:40])
@@ -141,80 +131,6 @@ def test_ranks_and_loader_workers_end_when_train_py_is_killed(train: Train) -> N
     running.process.kill()
     running.process.wait()
     assert train.left_after(10) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=7)
-def test_run_ends_with_exit_code_1_when_the_run_folder_is_moved_or_deleted(train: Train) -> None:
-    """Further training would be useless, because the checkpoints and records of the run could not
-    be found any more.
-    """
-    running = train.start(*TWO, *ENDLESS)
-    running.wait_for_steps()
-    running.folder.rename(train.base / "moved")
-    running.started = time.monotonic()
-    done = running.finish()
-    assert done.returncode == 1, done.output
-    assert done.seconds < 15
-    assert f"Failed: {running.folder}: " in done.stderr, done.output
-    assert not running.folder.exists()
-    assert train.left_after(5) == []
-
-
-def _drift(ranks: Ranks, store: torch.distributed.Store, where: str, folder: str) -> str:
-    from src.train.run import train
-    from tests.template.runs import start_run
-
-    config = resolved("parallel=ddp", "parallel.devices=2", "train.max_steps=2")
-    run = start_run(config, Path(folder), ranks, store)
-
-    def spoil() -> None:
-        with torch.no_grad():
-            next(run.parts.state.model.parameters()).add_(ranks.rank)
-
-    if where == "start":
-        spoil()
-    try:
-        with run.training() as training:
-            train(training)
-            # The end of the block first compares the trained weights, and then loads the best ones
-            # from rank 0 on all ranks.
-            if where == "end":
-                spoil()
-    except ReplicasDifferError as error:
-        return str(error)
-    return "not noticed"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("where", ["start", "end"])
-@pytest.mark.slow(seconds=3)
-def test_ddp_ranks_raise_when_parameters_differ_between_ranks_at_start_or_end_of_training(
-    tmp_path: Path, where: str
-) -> None:
-    assert all(
-        f"the ranks {where} with different parameters" in message
-        for message in in_ranks(_drift, 2, where, str(tmp_path))
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_run_continues_without_errors_when_stdout_is_closed(train: Train) -> None:
-    """`python train.py | head -n 2` closes stdout after two lines, and the printed config alone has
-    more lines.
-    """
-    folder = train.base / "run"
-    overrides = tiny(f"hydra.run.dir={folder}", "parallel=ddp", "print_config=true")
-    command = shlex.join([sys.executable, "train.py", *overrides])
-    started = train.start_command(
-        ["bash", "-c", f"{command} | head -n 2; exit ${{PIPESTATUS[0]}}"], folder
-    )
-    done = started.finish()
-    assert (done.returncode, done.stderr) == (0, ""), done.output
-    assert len(done.stdout.splitlines()) == 2
-    assert done.result["status"] == "done"
-    assert "val/acc" in (folder / "metrics.jsonl").read_text()
 
 
 def test_write_to_closed_stdout_does_not_raise() -> None:

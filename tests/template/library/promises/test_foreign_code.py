@@ -21,7 +21,7 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from src.schema import DataConfig, ModelConfig
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, draw_images
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import IMAGE_FORMATS, IMAGE_SUFFIXES
@@ -310,9 +310,7 @@ def test_postscript_named_like_an_image_is_unreadable_and_starts_no_program(
     """PIL would start Ghostscript to read PostScript. The test covers training, prediction and
     check_data with both image folder datasets.
     """
-    for name in ("a", "b"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "train" / name / "0.png")
+    draw_images(tmp_path, "train/a", "train/b", size=32)
     evil = tmp_path / "train" / "b" / "1.png"
     evil.write_bytes(POSTSCRIPT)
     with pytest.raises(UnreadableImageError, match=r"1\.png"):

@@ -19,17 +19,16 @@ import torch
 
 from src.data.transforms import OnImage
 from src.train.run import run
-from tests.template.runs import ROOT, resolved
+from tests.template.runs import ROOT, cpu_loader, resolved
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
-from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process_exit import exit_at_once, exit_process
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.recorder import Recorder
 from timm_parallel.runtime.run import Training
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import plain, read_lines, train_loader_of
+from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_processes
 
 # Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time
@@ -134,13 +133,8 @@ def _kill_worker_and_exit(temporary: Path) -> None:
         torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
     )
     sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    loader = train_loader_of(
-        BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64),
-        sampler,
-        prefetcher,
-        1,
-    )
+    fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
+    loader = cpu_loader(fetcher, sampler, 1)
     next(loader.epoch(0))
     assert list(temporary.glob("pymp-*"))
     for child in psutil.Process().children():
@@ -170,11 +164,8 @@ def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     split = InMemory(
         torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
     )
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
-    loader = train_loader_of(
-        fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), prefetcher, 1
-    )
+    loader = cpu_loader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), 1)
     others = set(psutil.Process().children())
     batches = loader.epoch(0)
     next(batches)

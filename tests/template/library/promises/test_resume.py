@@ -22,14 +22,13 @@ from torch.amp import GradScaler
 
 from src.schema import ResolvedConfig
 from src.train.run import train as train_all_steps
-from tests.template.runs import resolved, run_warm, start_run
+from tests.template.runs import resolved, start_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
 from timm_parallel.runtime.run import Training
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import RunParts
-from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks
 
@@ -307,39 +306,6 @@ def test_resume_under_another_strategy_reads_each_sample_once_and_gives_equal_lo
         for key in ("train/loss", "val/loss"):
             if key in one:
                 assert np.isclose(one[key], other[key], rtol=0, atol=1e-5), (one["step"], key)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_resume_command_printed_by_a_stopped_run_continues_training_bit_for_bit(
-    train: Train,
-) -> None:
-    """The run has two ranks with one loader worker each. All of them receive the signal. The test
-    then runs the printed command without changes.
-    """
-    overrides = (
-        "parallel=ddp",
-        "parallel.devices=2",
-        "train.epochs=6",
-        "train.log_every=2",
-        "data.workers=1",
-        *RANDOM,
-    )
-    running = train.start(*overrides)
-    running.wait_for(lambda: (running.folder / "checkpoints" / "last.pt").exists())
-    stopped = running.signal(signal.SIGUSR1)
-    assert stopped.returncode == 128 + signal.SIGUSR1
-    assert stopped.result["status"] == "interrupted"
-    command = stopped.output.strip().splitlines()[-1].partition("python ")[2].split()
-    assert command == ["train.py", f"resume={running.folder}"]
-    resumed = train(*command[1:], defaults=False, folder=running.folder)
-    assert resumed.returncode == 0, resumed.output
-    whole = run_warm(train.base / "whole", *overrides)
-    one, other = (
-        checkpoint.load(folder / "checkpoints" / "last.pt") for folder in (whole, running.folder)
-    )
-    assert_equal_trees(training_of(one), training_of(other))
-    assert curves(running.folder) == curves(whole)
 
 
 def train_with_growing_scale(

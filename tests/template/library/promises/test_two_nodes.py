@@ -23,10 +23,9 @@ import yaml
 from test_faults import FAULTS, fault_environment, fault_time
 
 from tests.template.cluster_commands import KUBERNETES, TORCHRUN
-from tests.template.runs import ROOT, run_warm, tiny
+from tests.template.runs import ROOT, numbers_of, run_warm, tiny
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.configs import read_lines
 
 NAMES = ("nodea", "nodeb")
 # Addresses of the two nodes. tests/template/test_commands.py replaces the first address in the
@@ -216,20 +215,11 @@ def lines_in(nodes: Nodes) -> int:
     return len(files[0].read_text().splitlines()) if files else 0
 
 
-def numbers(folder: Path) -> tuple[Any, ...]:
-    lines = [
-        (line["step"], line["train/loss"])
-        for line in read_lines(folder / "metrics.jsonl")
-        if "train/loss" in line
-    ]
-    return read_result(folder).parameters_hash, lines
-
-
 def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
     """Train the same run with two ranks on one machine. Return the hash of its weights and its
     logged losses.
     """
-    return numbers(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
+    return numbers_of(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
 def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
@@ -241,7 +231,7 @@ def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
     ) + nodes.output(1)
     result = read_result(nodes.run_folder())
     assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
-    assert numbers(nodes.run_folder()) == alone(tmp_path / "alone")
+    assert numbers_of(nodes.run_folder()) == alone(tmp_path / "alone")
     there = nodes.run_folder(1)
     assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, (
         "only the node of rank 0 may have records and checkpoints"
@@ -386,7 +376,7 @@ def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run
     assert [process.wait(timeout=300) for process in again] == [0, 0], nodes.output(
         0
     ) + nodes.output(1)
-    assert numbers(nodes.run_folder()) == undisturbed
+    assert numbers_of(nodes.run_folder()) == undisturbed
     ended = read_result(nodes.run_folder())
     assert (ended.nodes, ended.hosts, ended.world_size) == (2, nodes.names, 2)
     assert {path.name for path in nodes.run_folder(1).iterdir()} == {"config.yaml", "logs"}
@@ -475,5 +465,5 @@ def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     assert read_result(folder).status == "interrupted"
     print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
     job.run()
-    assert numbers(folder) == undisturbed
+    assert numbers_of(folder) == undisturbed
     assert nodes.output(0).count("resumed from") == 2
