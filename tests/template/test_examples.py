@@ -361,6 +361,22 @@ def test_lora_output_equals_output_of_model_with_merged_low_rank_weights(conf: P
     }
 
 
+# Examples whose images are no files that Pillow writes, or need more than an image.
+WITHOUT_FILES = {*LOCAL_SGD, "tiff", "two_inputs"}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize("example", sorted({*NAMES} - WITHOUT_FILES - {"keypoints", "lora"}))
+def test_predict_py_predicts_each_image_with_an_example(
+    train: Any, example: str, tmp_path: Path
+) -> None:
+    run = train(example, "single")
+    predictions = predicted(run, load_dataset(app.own_resolved(load_config(run))).val, tmp_path)
+    assert all(predictions) and len({frozenset(prediction) for prediction in predictions}) == 1
+
+
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)

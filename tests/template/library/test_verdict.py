@@ -10,7 +10,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -670,6 +673,54 @@ def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_jo
     assert "head: train.py: data.root=x: no such folder" in values["sentence"]
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from timm_parallel.lab.verdict import versions
+from scripts.verdict import main
+versions.root = lambda: Path(sys.argv[1])
+main(["base=main", "sweep.repeats=auto"])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=4)
+def test_killed_verdict_continues_without_running_finished_jobs_again(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(repository, accuracy=0.8)
+    before = bytes_of(repository)
+    environment = {**os.environ, "JOB_STAYS": "0.7", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, str(repository)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(finished(repository)) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = finished(repository)
+    [folder] = repository.glob("outputs/sweeps/*/*")
+    assert 2 <= len(done) < 8
+    # Change the working tree after the kill. The resumed verdict must use the copies of the code
+    # instead.
+    write_settings(repository, accuracy=0.1)
+    code, values = run(capsys, f"sweep.resume={folder}")
+    assert (code, values["number"]) == (0, 1)
+    assert len(finished(repository)) == 8
+    # A job that ran again would have changed the times of these files.
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    write_settings(repository, accuracy=0.8)
+    assert bytes_of(repository) == before
+
+
+def finished(repository: Path) -> dict[Path, int]:
+    """Return a dictionary from the path of each result.json to its modification time in
+    nanoseconds.
+    """
+    paths = repository.glob("outputs/sweeps/*/*/*/result.json")
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=3)
 def test_train_py_with_sweep_resume_continues_a_verdict(
@@ -697,8 +748,37 @@ def test_resumed_verdict_continues_an_unfinished_run_from_its_checkpoint(
     (stopped / "result.json").unlink()
     (stopped / "checkpoints").mkdir()
     (stopped / "checkpoints/last.pt").write_bytes(b"")
-    # The resumed verdict must use its copies of the code instead of the working tree.
-    write_settings(repository, accuracy=0.1)
     assert run(capsys, f"sweep.resume={folder}")[0] == 3
     facts = json.loads(json.loads((stopped / "result.json").read_text())["tags"][0])
     assert facts["words"] == [f"resume='{stopped.resolve()}'"]
+
+
+@pytest.mark.slow(seconds=120)
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_smaller(
+    tmp_path: Path,
+) -> None:
+    if NO_GIT or not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    copy = tmp_path / "project"
+    for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    git(copy, "init", "-q", "-b", "main")
+    git(copy, "add", ".")
+    git(copy, "commit", "-q", "-m", "First")
+    path = copy / "conf/experiment/digits_resnet10t.yaml"
+    path.write_text(path.read_text().replace("lr: 3e-3", "lr: 3e-5"))
+    before = bytes_of(copy)
+    overrides = ["experiment=digits_resnet10t", "train.epochs=3"]
+    overrides += ["checkpoint.metric=val/acc"]
+    command = [sys.executable, "scripts/verdict.py", "base=main", *overrides, "--json"]
+    done = subprocess.run(
+        command, cwd=copy, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 4, done.stderr
+    values = json.loads(done.stdout)
+    assert (values["verdict"], pairs_of(values["sweep"])) == (WORSE, FIRST)
+    assert bytes_of(copy) == before
