@@ -8,6 +8,7 @@ may be given several times. csv=true prints CSV.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -35,4 +36,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # End without a message when `head` closes the pipe.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
