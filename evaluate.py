@@ -66,7 +66,9 @@ def main(arguments: list[str]) -> int:
         type=number_argument(int, least=1),
         help="write an HTML page with so many images of the highest loss, of each split",
     )
-    parser.add_argument("--page", type=Path, help="file for worst= (default: worst.html)")
+    parser.add_argument(
+        "--page", type=Path, help="file for worst= (default: worst.html in the run folder)"
+    )
     given, overrides = parser.parse_known_intermixed_args(arguments)
     return _evaluate(given, overrides, arguments)
 
@@ -80,7 +82,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"weights={given.weights}: needs a run; give run=<run folder> too")
     if given.worst is None and given.page is not None:
         raise ValueError(f"page={given.page}: needs a number of images; give worst=50 too")
-    page = given.page or Path("worst.html")
+    page = given.page or (given.run or Path()) / "worst.html"
     config = app.own_resolved(evaluation_config(given.run, overrides))
     app.call(app.check_data, config, None if given.run is None else given.split)
 
