@@ -55,6 +55,7 @@ SPREADS: dict[str, dict[str, str]] = {
     "single": {"parallel": "single"},
     "dp2": {"parallel": "dp", "parallel.devices": "2"},
     "ddp2": {"parallel": "ddp", "parallel.devices": "2"},
+    "ddp3": {"parallel": "ddp", "parallel.devices": "3"},
     "fsdp2": {"parallel": "fsdp", "parallel.devices": "2"},
     "accumulated": {"parallel": "single", **HALVES},
     "ddp2_accumulated": {"parallel": "ddp", "parallel.devices": "2", **HALVES},
