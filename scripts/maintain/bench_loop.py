@@ -34,37 +34,40 @@ class Gather:
     for later batches, because allocating it for every copy would take time.
     """
 
-    def __init__(
+    def __init__(self, size: int, cuda: bool, depth: int = 3) -> None:
+        self.size, self.cuda, self.count = size, cuda, 0
+        self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None] = [
+            None
+        ] * depth
+
+    def __call__(
         self,
         images: torch.Tensor,
         labels: torch.Tensor,
-        size: int,
+        indices: torch.Tensor,
         device: torch.device,
-        depth: int = 3,
-    ) -> None:
-        self.images, self.labels, self.device, self.count = images, labels, device, 0
-        # Memory for a batch, and the event that its last copy has ended.
-        self.slots = [
-            (
-                torch.empty((size, *images.shape[1:]), dtype=images.dtype, pin_memory=True),
-                torch.empty(size, dtype=labels.dtype, pin_memory=True),
-                torch.cuda.Event(),
-            )
-            for _ in range(depth if device.type == "cuda" else 0)
-        ]
-
-    def __call__(self, indices: torch.Tensor) -> Batch:
-        if not self.slots:
-            return self.images.index_select(0, indices), self.labels.index_select(0, indices)
-        images, labels, copied = self.slots[self.count % len(self.slots)]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.cuda:
+            return images.index_select(0, indices), labels.index_select(0, indices)
+        slot = self.count % len(self.slots)
         self.count += 1
+        if self.slots[slot] is None:
+            shape = (self.size, *images.shape[1:])
+            pinned = (
+                torch.empty(shape, dtype=torch.uint8, pin_memory=True),
+                torch.empty(self.size, dtype=labels.dtype),
+            )
+            self.slots[slot] = (pinned[0], pinned[1].pin_memory(), torch.cuda.Event())
+        buffers = self.slots[slot]
+        assert buffers is not None
+        pinned_images, pinned_labels, copied = buffers
         # Wait until the previous copy from this buffer, three batches ago, has ended.
         copied.synchronize()
-        torch.index_select(self.images, 0, indices, out=images)
-        torch.index_select(self.labels, 0, indices, out=labels)
+        torch.index_select(images, 0, indices, out=pinned_images)
+        torch.index_select(labels, 0, indices, out=pinned_labels)
         moved = (
-            images.to(self.device, non_blocking=True),
-            labels.to(self.device, non_blocking=True),
+            pinned_images.to(device, non_blocking=True),
+            pinned_labels.to(device, non_blocking=True),
         )
         copied.record()
         return moved
@@ -89,10 +92,10 @@ def batches(workload: Workload, device: torch.device) -> Iterator[Batch]:
     images = torch.randint(0, 256, shape, dtype=torch.uint8)
     labels = torch.randint(0, 10, (workload.samples,))
     mean = torch.full((1, 3, 1, 1), 127.5, device=device)
-    gather = Gather(images, labels, workload.batch, device)
+    gather = Gather(workload.batch, device.type == "cuda")
     while True:
         for indices in torch.randperm(workload.samples).split(workload.batch):
-            batch, targets = gather(indices)
+            batch, targets = gather(images, labels, indices, device)
             yield batch.sub(mean).div_(127.5).contiguous(memory_format=layout(workload)), targets
 
 
