@@ -98,7 +98,7 @@ def evaluate_config(
         predicting = sets[-1] if config.checkpoint.metric.endswith("_ema") else sets[0]
         tables: list[pd.DataFrame] = []
         shown: dict[str, list[tuple[Image.Image, list[str]]]] = {}
-        if predictions is not None and type(task).table is Task.table:
+        if predictions is not None and not has_table(task):
             # Refuse before the evaluation, which would ask the task for the rows of a table.
             task.table(Evaluation(0, {}, {}))
         for evaluated, name in itertools.product(sets, chosen):
@@ -146,6 +146,11 @@ def evaluate_config(
             print(f"page         {page}", file=sys.stderr)
 
 
+def has_table(task: Task[Any]) -> bool:
+    """Return True if a task gives its predictions as a table."""
+    return type(task).table is not Task.table
+
+
 def worst_images(
     evaluation: Evaluation, split: Any, task: Task[Any], count: int
 ) -> list[tuple[Image.Image, list[str]]]:
@@ -154,10 +159,9 @@ def worst_images(
     """
     assert evaluation.rows is not None and evaluation.losses is not None
     losses, *others = evaluation.losses
-    try:
+    if has_table(task):
         table = evaluation.table(split, task)
-    # A task of the project may have no table.
-    except ValueError:
+    else:
         table = pd.DataFrame({"index": evaluation.rows[0].tolist()})
     images = []
     # A loss that is not a number counts as the highest.

@@ -444,10 +444,10 @@ class Segmentation(LossTask):
         photo = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         size = (photo.height, photo.width)
         whole = functional.interpolate(scores[None].float(), size=size, mode="bilinear")
-        mask = with_palette(whole[0].argmax(0))
+        mask = whole[0].argmax(0)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        mask.save(folder / f"{name}.png")
-        overlay(photo, whole[0].argmax(0)).save(folder / f"{name}_overlay.png")
+        with_palette(mask).save(folder / f"{name}.png")
+        overlay(photo, mask).save(folder / f"{name}_overlay.png")
 
 
 def with_palette(mask: Tensor) -> Image.Image:

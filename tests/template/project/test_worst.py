@@ -87,8 +87,9 @@ def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
 def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
     tmp_path: Path,
 ) -> None:
-    run, page = run_warm(tmp_path / "run", *SEGMENTATION), tmp_path / "worst.html"
-    assert entry.main([f"run={run}", "split=val", "worst=2", f"page={page}"]) == 0
+    run = run_warm(tmp_path / "run", *SEGMENTATION)
+    assert entry.main([f"run={run}", "split=val", "worst=2"]) == 0
+    page = run / "worst.html"
     pictures = pictures_of(page)
     assert [picture.size for picture in pictures] == [(192, 64)] * 2
     photo, mask, predicted = (pictures[0].crop((64 * k, 0, 64 * k + 64, 64)) for k in range(3))

@@ -77,7 +77,10 @@ class Record:
 
     @property
     def false_in_100(self) -> int:
-        """How many of 100 series of as many verdicts contain a false one, if nothing differs."""
+        """Number of false finds to expect in 100 series of as many verdicts, if nothing differs.
+
+        Several in one series count once.
+        """
         return round(100 * (1 - (1 - LEVEL) ** self.number))
 
     def level_at(self, pairs: int) -> float:
