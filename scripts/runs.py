@@ -1,5 +1,6 @@
 """List the runs of outputs/: `python scripts/runs.py [metric=val/acc] [where=model.name=resnet18]`
-prints a line for each, the newest first, or with metric= the best first.
+prints a line for each, the newest first, or with metric= the best first. A number of result.json
+that is no metric of the task, such as seconds/total, is sorted from large to small.
 
 The columns are the folder, the status, the metric (by default the objective of the run), images per
 second, the minutes of the last attempt, and the overrides with which the run was started. where=

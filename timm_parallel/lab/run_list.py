@@ -157,7 +157,8 @@ def _parsed(text: str) -> Any:
 
 def show_runs(folder: Path, metric: str | None, where: Sequence[str], as_csv: bool) -> None:
     """Print the runs below a folder as a table or as CSV: the newest first, or with a metric the
-    best first. `metric`: such as `val/loss`; None: the objective of each run.
+    best first. `metric`: a number of result.json, such as `val/loss`; None: the objective of each
+    run. A number that is no metric of the task is sorted from large to small.
     """
     runs, path = find_runs(folder, where), metric or "objective"
     if metric is not None:

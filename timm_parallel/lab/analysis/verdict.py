@@ -77,9 +77,8 @@ class Record:
 
     @property
     def false_in_100(self) -> int:
-        """Number of false finds to expect in 100 series of as many verdicts, if nothing differs.
-
-        Several in one series count once.
+        """Number of series with a false verdict, of 100 series of `number` verdicts on equal
+        code.
         """
         return round(100 * (1 - (1 - LEVEL) ** self.number))
 
