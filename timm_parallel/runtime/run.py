@@ -47,14 +47,17 @@ class Run:
 
     def __init__(self, parts: RunParts, folder: Path) -> None:
         self.parts, self.folder = parts, folder
-        self.segments = [new_segment(parts, folder, {})]
-        self._resume()
+        earlier, changed = self._resume()
+        self.segments = [*earlier, new_segment(parts, folder, changed)]
 
-    def _resume(self) -> None:
+    def _resume(self) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+        """Continue from the newest undamaged checkpoint. Return the earlier segments of the run,
+        and the settings that have changed since; without a checkpoint, both are empty.
+        """
         group = self.parts.strategy.group
         newest = checkpoint.load_newest(self.folder) if group.is_first else None
         if not group.gather(newest is not None)[0]:
-            return
+            return [], {}
         replay = self.parts.train_loader.replay
         if replay is not None:
             raise ValueError(
@@ -65,10 +68,8 @@ class Run:
         path, contents = newest or ("rank 0's checkpoint", None)
         contents = group.share_state(contents)
         changed = restoring.restore_run(self.parts, contents)
-        self.segments = [*contents["segments"], new_segment(self.parts, self.folder, changed)]
-        if group.is_first and (lines := describe_segments(self.segments)):
-            save_config(self.parts.config, self.folder, lines)
         log.info("resumed from %s, step %d", path, self.parts.progress.step)
+        return contents["segments"], changed
 
     @contextmanager
     def training(self) -> Iterator[Training]:
@@ -84,9 +85,11 @@ class Run:
             for loader in (parts.train_loader, *parts.eval_loaders.values()):
                 on_close.callback(loader.close)
             at_start = check_replicas_at_start(parts.state, strategy)
-            # The config has `auto` until here for values that only the ranks can choose.
-            if strategy.is_first and strategy.chosen:
-                save_config(parts.config, self.folder, describe_segments(self.segments))
+            # Save the config again if a resume has changed settings, and with the values that only
+            # the ranks can choose, which were `auto` until here.
+            attempts = describe_segments(self.segments)
+            if strategy.is_first and (attempts or strategy.chosen):
+                save_config(parts.config, self.folder, attempts)
             show_banner(parts, self.folder)
             step = parts.progress.step
             with Console(strategy.is_first, parts.total_steps, step) as console:
