@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,10 @@ def ours(
     # One endless epoch, because the end of an epoch saves a checkpoint.
     epochs = chain.from_iterable(map(parts.train_loader.epoch, count()))
     parts.train_loader.epoch = lambda *_: epochs  # type: ignore[method-assign]
+    parts.steps_per_epoch = 10**9
     meter, waited = parts.hooks.meter, 0.0
     try:
-        with Run(replace(parts, steps_per_epoch=10**9), folder).training() as training:
+        with Run(parts, folder).training() as training:
             for step in training.steps():
                 numbers = step.train()
                 training.log(numbers)

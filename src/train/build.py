@@ -162,7 +162,7 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         sample=_sample(batches, mixing) if strategy.is_first else None,
         compile_network=partial(compile_model, mode=config.model.compile, device=strategy.device),
     )
-    return RunParts.assemble(
+    return RunParts(
         config=config,
         strategy=strategy,
         dataset=dataset,

@@ -112,11 +112,11 @@ class Training:
     """Argument of a training loop: `for step in training.steps(): training.log(step.train())`."""
 
     def __init__(self, run: Run, recorder: Recorder, console: Console) -> None:
-        self.parts, self.folder, self.segments = run.parts, run.folder, run.segments
+        self.parts, self.folder, self._segments = run.parts, run.folder, run.segments
         self._recorder, self._console = recorder, console
         self._config, self._strategy = run.parts.config, run.parts.strategy
         # Newest evaluation of each split.
-        self.evaluations: dict[str, SplitEvaluation] = {}
+        self._evaluations: dict[str, SplitEvaluation] = {}
         self._saved_at = time.monotonic()
         # Seconds in steps since the last logged one.
         self._step_seconds = 0.0
@@ -281,7 +281,7 @@ class Training:
         is_best = False
         if is_due and progress.evaluated_at != progress.step:
             is_best = self._evaluate_val()
-        val = self.evaluations["val"].numbers if is_due else {}
+        val = self._evaluations["val"].numbers if is_due else {}
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = parts.telemetry.memory()
@@ -357,7 +357,7 @@ class Training:
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
-        self.evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
+        self._evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
         values = {f"{split}/{name}": value for name, value in numbers.items()}
         self._recorder.numbers(progress.step, parts.epochs_done, values)
         return is_best
@@ -397,7 +397,7 @@ class Training:
             return
         self._saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
-            contents = saving.checkpoint_of(self.parts, self.segments)
+            contents = saving.checkpoint_of(self.parts, self._segments)
             if self._strategy.is_first:
                 folder, config = self.folder / "checkpoints", self._config.checkpoint
                 step = self.parts.progress.step
@@ -420,7 +420,7 @@ class Training:
         """
         if not self._is_over:
             raise RuntimeError("train.loop: the loop ended before steps() did; take all steps")
-        if "val" not in self.evaluations:
+        if "val" not in self._evaluations:
             self._evaluate("val")
         if "test" in self.parts.eval_loaders:
             self._load_best()
@@ -448,12 +448,12 @@ class Training:
         """
         parts, group = self.parts, self._strategy.group
         metrics: dict[str, dict[str, Any]] = {}
-        for split, evaluation in self.evaluations.items():
+        for split, evaluation in self._evaluations.items():
             metrics[split] = evaluation.numbers | evaluation.details
         result = make_result(
-            parts, self.folder, metrics, self.segments, at_start, self._check_replicas()
+            parts, self.folder, metrics, self._segments, at_start, self._check_replicas()
         )
-        for evaluation in self.evaluations.values():
+        for evaluation in self._evaluations.values():
             for name, of_weights in evaluation.of_weights.items():
                 self._recorder.draw(result.steps, name, partial(parts.task.draw, of_weights))
         views = self._recorder.end(result)
@@ -463,7 +463,7 @@ class Training:
                 self._config,
                 self.folder,
                 result,
-                describe_segments(self.segments),
+                describe_segments(self._segments),
                 views,
                 describe_wait(parts, result),
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
-from timm_parallel.data.loader import Loader, TrainLoader
+from timm_parallel.data.loader import EvalLoader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.start_clock import start_clock
@@ -291,12 +291,13 @@ def _parameters_of_phases(
     return trained
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunParts:
-    """The objects of a training run on one rank, such as config, dataset, task, loaders and
-    training state.
+    """The objects of a training run on one rank, which a project builds, such as config, dataset,
+    task, loaders and training state, and those that time its steps.
 
-    Training changes only the objects `state`, `hooks`, `communication` and `mixing`.
+    The constructor raises ValueError if a sharded model cannot be evaluated, or if BatchNorm cannot
+    train on the images of a device. All ranks must call it.
     """
 
     config: ResolvedConfig
@@ -309,61 +310,35 @@ class RunParts:
     image_size: tuple[int, int]
     train_loader: TrainLoader
     # Dictionary from the name of each split to evaluate to its loader.
-    eval_loaders: dict[str, Loader]
+    eval_loaders: Mapping[str, EvalLoader]
     state: TrainState
-    # Function that maps images, targets and epoch to a batch with mixup or cutmix, or None.
-    mixing: Any
-    # That of each phase.
-    communication: list[Communication]
-    telemetry: Telemetry
-    hooks: StepHooks
+    # Function that maps a batch to one with mixup or cutmix, or None.
+    mixing: Any = None
+    # Number of steps at the start that are not timed, and number of these to profile.
+    profiled: InitVar[tuple[int | None, int | None]] = (None, None)
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
-    steps_per_epoch: int
+    steps_per_epoch: int = field(init=False)
+    # That of each phase.
+    communication: list[Communication] = field(init=False)
+    telemetry: Telemetry = field(init=False)
+    hooks: StepHooks = field(init=False)
 
-    @classmethod
-    def assemble(
-        cls,
-        config: ResolvedConfig,
-        strategy: Strategy,
-        train_loader: TrainLoader,
-        state: TrainState,
-        profiled: tuple[int | None, int | None] = (None, None),
-        **parts: Any,
-    ) -> RunParts:
-        """Build the object that holds the parts of a run, and the objects that time its steps and
-        its communication.
-
-        `profiled`: (number of steps at the start that are not timed, number of these steps to
-        profile), or (None, None). `parts`: the fields that have no argument here, such as the
-        dataset and the task. Raises ValueError if a trainable parameter is missing from the
-        optimizer, if a sharded model cannot be evaluated, or if BatchNorm cannot train on the
-        images of a device. All ranks must call this function.
-        """
+    def __post_init__(self, profiled: tuple[int | None, int | None]) -> None:
         start_clock.end("model")
+        config, strategy, state = self.config, self.strategy, self.state
         if strategy.shards:
             evaluated = evaluation_networks(state.evaluated(), config, strategy)
-            loader = next(iter(parts["eval_loaders"].values()))
-            check_sharded_model(evaluated, parts["task"], loader, strategy.group)
+            loader = next(iter(self.eval_loaders.values()))
+            check_sharded_model(evaluated, self.task, loader, strategy.group)
         else:
-            check_batch_norm(state.model, train_loader, config)
-        steps_per_epoch, total_steps = config.train.count_steps(
-            train_loader.sampler.batches_per_epoch
+            check_batch_norm(state.model, self.train_loader, config)
+        self.steps_per_epoch, total_steps = config.train.count_steps(
+            self.train_loader.sampler.batches_per_epoch
         )
-        communication = [strategy.communication(phase.wrapped) for phase in state.phases]
-        telemetry = Telemetry(strategy.devices, strategy.group)
-        hooks = build_hooks(
-            config, strategy, communication, telemetry.energy, total_steps, *profiled
-        )
-        return cls(
-            config=config,
-            strategy=strategy,
-            train_loader=train_loader,
-            state=state,
-            communication=communication,
-            telemetry=telemetry,
-            hooks=hooks,
-            steps_per_epoch=steps_per_epoch,
-            **parts,
+        self.communication = [strategy.communication(phase.wrapped) for phase in state.phases]
+        self.telemetry = Telemetry(strategy.devices, strategy.group)
+        self.hooks = build_hooks(
+            config, strategy, self.communication, self.telemetry.energy, total_steps, *profiled
         )
 
     @property

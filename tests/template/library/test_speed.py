@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -92,8 +91,9 @@ def count_reads(steps: int, *overrides: str) -> int:
         *overrides,
     )
     run = parts_of(config)
+    run.steps_per_epoch = steps
     with ValueReads() as reads:
-        assert len(list(take_steps(replace(run, steps_per_epoch=steps)))) == 1
+        assert len(list(take_steps(run))) == 1
     return reads.count
 
 
@@ -306,11 +306,12 @@ def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *options, "data=synthetic")
     run = parts_of(config)
+    run.steps_per_epoch = 10**9
 
     def train(sync_step: int, progress: Progress) -> None:
         """Train up to the given step, which is the next one that is logged."""
         run.state.progress, config.train.log_every = progress, sync_step
-        next(take_steps(replace(run, steps_per_epoch=10**9)))
+        next(take_steps(run))
 
     # Train the first steps outside of the check, because the throughput meter waits for the GPU
     # after the first step and after the warm-up.

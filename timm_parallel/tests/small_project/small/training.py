@@ -90,15 +90,14 @@ def build(config: ResolvedConfig, strategy: Strategy) -> RunParts:
 
     networks = build_networks(task, model, device)
     state = build_state(config, strategy, task, networks, learning)
-    return RunParts.assemble(
-        config,
-        strategy,
-        train_loader,
-        state,
+    return RunParts(
+        config=config,
+        strategy=strategy,
         dataset=dataset,
         task=task,
         preprocessing=Preprocessing((dataset.in_chans, SIDE, SIDE), MEAN, STD),
         image_size=(SIDE, SIDE),
+        train_loader=train_loader,
         eval_loaders={"val": val_loader},
-        mixing=None,
+        state=state,
     )
