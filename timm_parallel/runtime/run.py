@@ -20,7 +20,6 @@ from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.parallel.lockstep import LockstepNetworks
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.record.console import Console
@@ -28,6 +27,7 @@ from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
+from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.runtime.run_result import make_result
 from timm_parallel.runtime.step import Step

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
-from timm_parallel.measure.metric_window import LOSS, MetricWindow
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.runtime.metric_window import LOSS, MetricWindow
 from timm_parallel.state.parts import Phase, RunParts, require_gradients
 from timm_parallel.task import Task
 

@@ -34,7 +34,6 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
-from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_networks
@@ -42,6 +41,7 @@ from timm_parallel.parallel.build import build_strategy, use_deterministic_algor
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring
