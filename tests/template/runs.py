@@ -193,7 +193,8 @@ def take_steps(
     None: all that are left.
     """
     until = None if count is None else parts.progress.step + count
-    progress, window = parts.progress, MetricWindow(parts.strategy.device)
+    progress = parts.progress
+    window = MetricWindow(parts.strategy.device, progress)
     if batches is None:
         batches = parts.train_loader.epoch(progress.epoch)
     stops = False

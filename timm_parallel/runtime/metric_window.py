@@ -1,4 +1,5 @@
-"""Collect the losses and numbers of training steps on the device until they are logged.
+"""Collect the losses and numbers of training steps on the device until they are logged, and compute
+their means.
 
 When they are fetched, a loss that is not finite raises an error.
 """
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.state.progress import Progress
 
 # Name of the loss, and start of the names of the losses of several phases.
 LOSS = "loss"
@@ -20,11 +22,12 @@ LOSS = "loss"
 class MetricWindow:
     """Losses and numbers of each training step since the last logged step, summed over images.
 
-    The sums stay on the device, and only `fetch` waits for them.
+    The sums stay on the device until `fetch` adds them to those in the progress of the run, which a
+    checkpoint stores.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, progress: Progress) -> None:
+        self._device, self._progress = device, progress
         self._names: tuple[str, ...] = ()
         # Rows of each step. The key is the phase with the names of its values.
         self._steps: dict[int, dict[tuple[str, tuple[str, ...]], Tensor]] = {}
@@ -48,15 +51,13 @@ class MetricWindow:
         """Count the images of one batch of a step."""
         self._images[step] = self._images.get(step, 0) + images
 
-    def fetch(self, group: ProcessGroup) -> list[tuple[dict[str, float], int]]:
-        """Sum the values over all ranks, for each step since the last call.
+    def fetch(self, group: ProcessGroup, is_logged: bool) -> dict[str, float]:
+        """Sum the values of the steps since the last call over all ranks. At a logged step, return
+        the means since the last logged one, and start the sums again. Otherwise return nothing.
 
-        Returns one pair per step: a dictionary from name to sum, and the number of images. Raises
-        ValueError if a phase returned other numbers than in an earlier step, and NotFiniteError for
-        a loss that is not finite. All ranks must call this function.
+        Raises ValueError if a phase returned other numbers than in an earlier step, and
+        NotFiniteError for a loss that is not finite. All ranks must call this function.
         """
-        if not self._steps:
-            return []
         names = self._check_names()
         local = torch.stack([torch.cat([*rows.values()]) for rows in self._steps.values()])
         images = torch.tensor(list(self._images.values()), dtype=torch.float32, device=self._device)
@@ -72,7 +73,19 @@ class MetricWindow:
                         f"the {name} is {row[column]} at step {step} (rank {ranks})", step
                     )
         self._steps, self._images = {}, {}
-        return [(_with_loss(dict(zip(names, row, strict=False))), int(row[-1])) for row in table]
+        progress = self._progress
+        # Add one step at a time, so that stopping and resuming between two steps does not change
+        # the rounding.
+        for row in table:
+            _add(progress.window_sums, _with_loss(dict(zip(names, row, strict=False))))
+            progress.window_images += int(row[-1])
+        if not is_logged:
+            return {}
+        sums, count = progress.window_sums, progress.window_images
+        _add(progress.epoch_sums, sums)
+        progress.epoch_images += count
+        progress.window_sums, progress.window_images = {}, 0
+        return {name: value / count for name, value in sums.items()}
 
     def _check_names(self) -> tuple[str, ...]:
         for rows in self._steps.values():
@@ -85,6 +98,11 @@ class MetricWindow:
                 )
             self._names = names
         return self._names
+
+
+def _add(sums: dict[str, float], values: dict[str, float]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def _with_loss(sums: dict[str, float]) -> dict[str, float]:

@@ -161,7 +161,7 @@ class Training:
         self._epoch_began_at = progress.step - progress.step_in_epoch
         first = progress.step_in_epoch * self._config.train.accumulate
         batches = parts.train_loader.epoch(progress.epoch, first)
-        window = MetricWindow(self._strategy.device)
+        window = MetricWindow(self._strategy.device, progress)
         self._train_mode()
         while parts.has_steps:
             began = time.perf_counter()

@@ -47,6 +47,8 @@ class Step:
         # Number of backward passes of each phase since its last update.
         self._backward = dict.fromkeys(self._phases, 0)
         self._updated: list[str] = []
+        # True while an optimizer computes the losses of the step again, which are not logged.
+        self._computes_again = False
         self._numbers: dict[str, float | None] = {}
         # Norm of the gradients of each phase before clipping, at a logged step.
         self._norms: dict[str, Tensor] = {}
@@ -109,23 +111,9 @@ class Step:
         # Skip the synchronization of gradients until the last batch of the step, because the ranks
         # need only the sum over these batches.
         is_last = self._backward[phase] == self._accumulate
-        loss, values = self._add_gradients(batch, of_phase, is_last)
-        name = LOSS if len(self._phases) == 1 else f"{LOSS}_{phase}"
-        self._window.add(self.number, phase, {name: loss, **values}, len(batch))
-        if phase == next(iter(self._phases)):
-            self._window.add_images(self.number, len(batch))
-        return loss
-
-    def _add_gradients(
-        self, batch: Batch, phase: Phase, is_last: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a batch, as its share of the mean over the step, and its numbers as
-        means.
-        """
-        batch.draws = DRAWS_PER_PHASE * list(self._phases).index(phase.name)
-        skipped = nullcontext() if is_last else self._strategy.skip_sync(phase.wrapped)
-        with skipped:
-            losses, values = phase.wrapped(batch)
+        batch.draws = DRAWS_PER_PHASE * list(self._phases).index(phase)
+        with nullcontext() if is_last else self._strategy.skip_sync(of_phase.wrapped):
+            losses, values = of_phase.wrapped(batch)
             if losses.ndim > 1 or (losses.ndim == 1 and len(losses) != len(batch)):
                 raise ValueError(
                     f"train.task: losses() returned a tensor {list(losses.shape)} for a batch of "
@@ -133,9 +121,14 @@ class Step:
                 )
             loss, scaled = self._means(losses, batch)
             self.parts.hooks.at(BACKWARD)
-            (scaled if phase.scaler is None else phase.scaler.scale(scaled)).backward()
-        means = {name: value.detach().float().mean() for name, value in values.items()}
-        return loss.detach(), means
+            (scaled if of_phase.scaler is None else of_phase.scaler.scale(scaled)).backward()
+        if not self._computes_again:
+            name = LOSS if len(self._phases) == 1 else f"{LOSS}_{phase}"
+            numbers = {key: value.detach().float().mean() for key, value in values.items()}
+            self._window.add(self.number, phase, {name: loss.detach(), **numbers}, len(batch))
+            if phase == next(iter(self._phases)):
+                self._window.add_images(self.number, len(batch))
+        return loss.detach()
 
     def _means(self, losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return two scalars: the loss of a batch for the log, whose mean over all batches of the
@@ -199,15 +192,11 @@ class Step:
             phase.optimizer.zero_grad(set_to_none=True)
             if calls:
                 self.seed()
+            self._computes_again = calls > 0
+            self._backward[phase.name] = 0
             calls += 1
             with torch.enable_grad():
-                losses = []
-                for batch in self.batches():
-                    if calls == 1:
-                        losses.append(self.backward(batch, phase.name))
-                    else:
-                        is_last = len(losses) + 1 == self._accumulate
-                        losses.append(self._add_gradients(batch, phase, is_last)[0])
+                losses = [self.backward(batch, phase.name) for batch in self.batches()]
             self._strategy.start_update()
             self._clip(phase)
             return torch.stack(losses).mean()
@@ -218,6 +207,7 @@ class Step:
                 f"optim.opt: {type(phase.optimizer).__name__} declares needs_closure, but its step "
                 "did not call the closure"
             )
+        self._computes_again = False
         self.parts.hooks.start_update()
 
     def _clip(self, phase: Phase) -> None:
@@ -257,23 +247,18 @@ class Step:
             check_statistics_move(self._written, write_counts(self._frozen))
         progress.step, progress.step_in_epoch = self.number, progress.step_in_epoch + 1
         self.stops = parts.hooks.end_step()
+        means: dict[str, float] = {}
         if self.is_logged or self.stops:
-            progress.add_steps(self._window.fetch(self._strategy.group))
+            means = self._window.fetch(self._strategy.group, self.is_logged)
             parts.hooks.meter.synchronized()
         for phase in self._phases.values():
             phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
-        if self.is_logged:
-            self._numbers = self._describe(progress.close_window(), rates)
-
-    def _describe(
-        self, means: dict[str, float], rates: dict[str, float]
-    ) -> dict[str, float | None]:
-        numbers: dict[str, float | None] = {f"train/{name}": mean for name, mean in means.items()}
-        for name in self._phases:
+        self._numbers = {f"train/{name}": mean for name, mean in means.items()}
+        # There are norms only at a logged step.
+        for name, norm in self._norms.items():
             suffix = "" if len(self._phases) == 1 else f"_{name}"
-            numbers[f"lr{suffix}"] = rates[name]
-            numbers[f"train/grad_norm{suffix}"] = self._norms[name].item()
-        return numbers
+            self._numbers[f"lr{suffix}"] = rates[name]
+            self._numbers[f"train/grad_norm{suffix}"] = norm.item()
 
     @property
     def is_done(self) -> bool:

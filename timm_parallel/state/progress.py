@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,31 +86,6 @@ class Progress:
                 self.best_values = {}
         self.best_metric = metric
         return is_other
-
-    def add_steps(self, steps: Iterable[tuple[dict[str, float], int]]) -> None:
-        """Add the metrics of each step to the sums since the last logged step.
-
-        `steps`: one pair per step: a dictionary from metric to its sum over images, and the number
-        of images.
-        """
-        # Add one step at a time, so that stopping and resuming between two steps does not change
-        # the rounding.
-        for sums, images in steps:
-            for name, value in sums.items():
-                self.window_sums[name] = self.window_sums.get(name, 0.0) + value
-            self.window_images += images
-
-    def close_window(self) -> dict[str, float]:
-        """Return the mean of each metric since the last logged step.
-
-        The sums are then added to those of the epoch, and reset to zero.
-        """
-        means = {name: value / self.window_images for name, value in self.window_sums.items()}
-        for name, value in self.window_sums.items():
-            self.epoch_sums[name] = self.epoch_sums.get(name, 0.0) + value
-        self.epoch_images += self.window_images
-        self.window_sums, self.window_images = {}, 0
-        return means
 
     def end_epoch(self, is_whole: bool) -> None:
         """Compute the means of the training metrics over the epoch.

@@ -209,12 +209,12 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
             task=task,
             hooks=hooks,
         )
-        window = MetricWindow(strategy.device)
+        window = MetricWindow(strategy.device, parts.progress)
         whole = Step(parts, iter(()), window, is_logged=True)
         for _ in range(accumulate):
             whole.backward(batch(7, strategy.device))
         with pytest.raises(NEEDS_DATA):
-            window.fetch(strategy.group)
+            window.fetch(strategy.group, is_logged=True)
     assert [loss.device for loss in losses] == [strategy.device] * 3
     with pytest.raises(NEEDS_DATA):
         evaluate_with(strategy, model, None, [batch(7, strategy.device)])
