@@ -24,6 +24,7 @@ from src.app import app
 from timm_parallel import (
     CommandLine,
     Ranks,
+    check_data,
     errors_in_one_line,
     evaluation_config,
     exit_process,
@@ -84,7 +85,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
         raise ValueError(f"page={given.page}: needs a number of images; give worst=50 too")
     page = given.page or (given.run or Path()) / "worst.html"
     config = app.own_resolved(evaluation_config(given.run, overrides))
-    app.call(app.check_data, config, None if given.run is None else given.split)
+    check_data(config, None if given.run is None else given.split)
 
     def evaluate(ranks: Ranks, store: Store | None) -> None:
         from src.commands.evaluate import evaluate_config

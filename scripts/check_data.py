@@ -34,16 +34,15 @@ def main(argv: list[str]) -> int:
         if path is not None and path.is_dir():
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
-    from src.app import app
-    from timm_parallel import CsvDataset, Task, compose, load_dataset, write_json
+    from timm_parallel import CsvDataset, Task, check_data, compose, load_dataset, write_json
     from timm_parallel.lab import check_images, show_check, write_page
 
     config = compose(*arguments.overrides)
     is_csv, target = config.data.name == "csv", Task.find(config.train.task).target
-    # For a CSV file, skip app.check_data, which raises an error for a missing file or a group in
+    # For a CSV file, skip check_data, which raises an error for a missing file or a group in
     # two splits. check_images reports these problems together with all others.
     if not is_csv:
-        app.call(app.check_data, config)
+        check_data(config)
     dataset = load_dataset(config)
     report = check_images(
         dataset, target, CsvDataset.groups(config.data, target) if is_csv else None

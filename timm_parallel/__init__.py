@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from timm_parallel.config.resolve import resolve as resolve
     from timm_parallel.config.validate import own_class_problems as own_class_problems
     from timm_parallel.config.validate import own_function_problems as own_function_problems
+    from timm_parallel.data.build import check_data as check_data
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
     from timm_parallel.data.dataset import ImageDataset as ImageDataset
@@ -137,6 +138,7 @@ _GROUPS = {
     "Data": {
         "ImageDataset": "data.dataset",
         "CsvDataset": "data.csv_listing",
+        "check_data": "data.build",
         "load_dataset": "data.build",
         "batches_per_epoch": "data.fractions",
         "InMemory": "data.dataset",

@@ -54,17 +54,6 @@ class App(Generic[C, R]):
     # config accepts any name.
     tasks: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)
-    # Dotted name of the function that raises ValueError for data that cannot be read. Argument:
-    # config.
-    check_data: str = "timm_parallel.data.build.check_data"
-    # Dotted name of the function that raises ValueError if the training data has fewer images than
-    # an optimizer step needs. Argument: config.
-    check_batch: str = "timm_parallel.data.build.check_batch"
-    # Dotted name of the function that returns the number of training images, or None if counting
-    # takes long. Argument: config.data.
-    training_size: str = "timm_parallel.data.build.training_size"
-    # Dotted name of the function that runs sweeps. None for a project without sweeps.
-    multirun: str | None = "timm_parallel.lab.multirun.main"
 
     def __post_init__(self) -> None:
         global _current
@@ -88,12 +77,6 @@ class App(Generic[C, R]):
         """
         assert isinstance(config, self.resolved)
         return config
-
-    def call(self, function: str, *arguments: Any) -> Any:
-        """Import a function of the project by its dotted name, call it with `arguments`, and return
-        its result.
-        """
-        return import_name(function)(*arguments)
 
     def train(
         self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None

@@ -18,11 +18,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from timm_parallel.app import App
+from timm_parallel.machine.imports import import_name
 from timm_parallel.machine.process_exit import exit_process
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import signal_handlers
 from timm_parallel.machine.streams import keep_running_without_stdout
+
+# Function that runs sweeps. The library imports nothing of the lab, so it names the function.
+MULTIRUN = "timm_parallel.lab.multirun.main"
 
 
 def main(app: App[Any, Any]) -> NoReturn:
@@ -148,7 +152,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     from timm_parallel.cluster.slurm import check_scheduler, submit
     from timm_parallel.config.compose import load_config, run_in_hydra
     from timm_parallel.config.resolve import notices, resolve
-    from timm_parallel.data.build import check_root
+    from timm_parallel.data.build import check_batch, check_data, check_root
     from timm_parallel.launch.job import record_interruption, run_job
     from timm_parallel.launch.resume import (
         check_resumable,
@@ -179,8 +183,8 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
 
         check_task(config)
     if is_local:
-        app.call(app.check_data, config)
-        app.call(app.check_batch, config)
+        check_data(config)
+        check_batch(config)
     for line in notices(command.config, config, ranks.world_size if ranks else None):
         print(line, flush=True)
     if ranks is not None:
@@ -230,9 +234,7 @@ def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
             "--multirun: a sweep starts its own ranks; run python train.py -m … without "
             f"{starter()}"
         )
-    if app.multirun is None:
-        raise ValueError("--multirun: this project cannot run sweeps; give its App a `multirun`")
-    return int(app.call(app.multirun, arguments))
+    return int(import_name(MULTIRUN)(arguments))
 
 
 def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:

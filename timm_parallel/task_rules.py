@@ -14,7 +14,7 @@ from timm_parallel.config.validate import refuse
 from timm_parallel.data.build import built_in
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.keys import Config, is_own_class
-from timm_parallel.machine.imports import import_class
+from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.metric import LOSS, Metric, metric_name
 from timm_parallel.task import Task
 
@@ -26,7 +26,7 @@ def check_task(config: Config) -> None:
     app = current()
     # A project without tasks accepts any name.
     rules = [_task_problems(config)] if app.tasks else []
-    refuse(*rules, app.call(app.rules, config))
+    refuse(*rules, import_name(app.rules)(config))
 
 
 def _task_problems(config: Config) -> Iterator[str]:

@@ -31,6 +31,7 @@ from timm_parallel import (
     autocast,
     batches_per_epoch,
     check_config,
+    check_data,
     check_networks,
     compose,
     freeze,
@@ -92,7 +93,7 @@ def plan(
     config = app.own(compose(*without_data, *overrides))
     if sizes is None:
         try:
-            app.call(app.check_data, config)
+            check_data(config)
         except ValueError as error:
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"

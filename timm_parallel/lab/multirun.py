@@ -5,11 +5,10 @@ the jobs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.app import current
+from timm_parallel.data.build import check_batch, check_data, training_size
 from timm_parallel.keys import Config, DataConfig, ResolvedConfig
 from timm_parallel.lab.search.space import FROZEN
 from timm_parallel.lab.search.tune import settings_to_try
@@ -21,15 +20,14 @@ from timm_parallel.record.jobs import VERDICT
 
 def main(arguments: Any) -> int:
     """Start, resume or list the sweep or search of a parsed command line. Return the exit code."""
-    app = current()
+    return run_multirun(arguments, training_size, _check)
 
-    def check_data(config: Config) -> None:
-        app.call(app.check_data, config)
-        # A configuration that cannot run on this machine has no batch, and is skipped.
-        if isinstance(config, ResolvedConfig):
-            app.call(app.check_batch, config)
 
-    return run_multirun(arguments, partial(app.call, app.training_size), check_data)
+def _check(config: Config) -> None:
+    check_data(config)
+    # A configuration that cannot run on this machine has no batch, and is skipped.
+    if isinstance(config, ResolvedConfig):
+        check_batch(config)
 
 
 def run_multirun(
