@@ -11,9 +11,7 @@ these files.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import re
 import sys
 import types
 import typing
@@ -127,59 +125,42 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def page() -> str:
-    """Build the text of docs/keys.md: the hand-written beginning, then a table of keys for each
-    config group.
+    """Build the text of docs/keys.md: the hand-written beginning, then a table of keys with a row
+    for the meaning of each config group.
     """
-    tables = [
-        _table("", Config),
-        *(_table(group, group_class) for group, group_class in groups().items()),
-    ]
-    return _below_mark(PAGE, tables)
+    rows = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|", *_rows("")]
+    for group, group_class in groups().items():
+        rows += [f"| **{group}** | | | | **{_sentence(group_class)}** |", *_rows(group)]
+    return _below_mark(PAGE, rows)
 
 
 def api_page() -> str:
-    """Build the text of docs/api.md: the hand-written beginning, then a table for each group of
-    public names.
+    """Build the text of docs/api.md: the hand-written beginning, then a table of the public names
+    of each package, with a row for each group.
     """
-    tables = []
+    rows = []
     for package in (timm_parallel, timm_parallel.lab):
+        rows += [f"| | `from {package.__name__} import …` |", "|---|---|"]
         for title, names in package._GROUPS.items():
-            rows = [f"### {title}", "", f"| `from {package.__name__} import …` | |", "|---|---|"]
-            for name in names:
-                sentence = _first_sentence(inspect.getdoc(getattr(package, name)) or "")
-                rows.append(f"| `{name}` | {sentence} |")
-            tables.append("\n".join(rows) + "\n")
-    return _below_mark(API, tables)
+            rows.append(f"| {title} | {', '.join(f'`{name}`' for name in names)} |")
+        rows.append("")
+    return _below_mark(API, rows[:-1])
 
 
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring on one line, escaped for a cell of a Markdown
-    table.
-    """
-    first = re.split(r"(?<=\.)\s+(?=[A-Z`])|\n\n", " ".join(text.split("\n\n")[0].split()))[0]
-    return first.replace("|", "\\|")
-
-
-def _below_mark(path: str, tables: list[str]) -> str:
-    """Build the text of a page with new tables below the comment MARK. The text is empty if the
+def _below_mark(path: str, lines: list[str]) -> str:
+    """Build the text of a page with new lines below the comment MARK. The text is empty if the
     project does not have the page, or if the page has no such comment.
     """
     file = app.root / path
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     written, mark, rest = text.partition(MARK)
     line = rest.partition("\n")[0]
-    return "\n".join([f"{written}{mark}{line}\n", *tables]) if mark else ""
+    return "\n".join([f"{written}{mark}{line}\n", *lines, ""]) if mark else ""
 
 
-def _table(group: str, group_class: Any) -> str:
-    lines = [
-        f"### {group or 'Without a group'}",
-        "",
-        _sentence(group_class),
-        "",
-        "| key | type | default | allowed | meaning |",
-        "|---|---|---|---|---|",
-    ]
+def _rows(group: str) -> list[str]:
+    """Return the rows of the keys in a group, or of those in no group."""
+    rows = []
     for key, value, field in timm_parallel.leaves(Config()):
         if key.rpartition(".")[0].partition(".")[0] == group:
             kind = (
@@ -188,11 +169,11 @@ def _table(group: str, group_class: Any) -> str:
                 .replace(" | ", " or ")
             )
             default = value if isinstance(value, str) else json.dumps(value)
-            lines.append(
+            rows.append(
                 f"| `{key}` | {kind} | {default} | {_allowed(field)} | "
                 f"{field.metadata.get('help')} |"
             )
-    return "\n".join(lines) + "\n"
+    return rows
 
 
 def _allowed(field: Any) -> str:

@@ -1,8 +1,9 @@
 """The examples of docs/extend.md, docs/extend_training.md and docs/examples.md. The tests write
 their code to a copy of the project, and run their commands there.
 
-The code blocks of the pages are the code under test. All examples share one copy, so they must also
-work together. tests/template/test_examples.py tests the files of examples/.
+The code blocks of the pages, and the files of examples/ that they copy, are the code under test.
+All examples share one copy, so they must also work together. tests/template/test_examples.py tests
+those files of examples/ that have a YAML.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
         example.follow(mine)
     python = str(environment / "bin" / "python")
     run_in(mine, python, "scripts/schema.py")
-    # The recipe of docs/fork.md.
-    page = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
+    # The recipe of docs/quickstart.md.
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     [recipe] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (mine / "conf" / "experiment" / "second.yaml").write_text(recipe, encoding="utf-8")
     shown = run_in(mine, python, "train.py", "experiment=second", "--cfg", "job")
-    assert "name: vit_tiny_patch16_224" in shown
+    assert "name: resnet50" in shown
     # Start no workers, because other tests run at the same time.
     run_in(mine, "make", f"VENV={environment}", "lint", "test", "ARGS=-n0")
 
