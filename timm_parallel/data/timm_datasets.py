@@ -10,7 +10,7 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from timm_parallel.data.dataset import ImageDataset, InMemory
-from timm_parallel.data.decode import decode, from_pil, pixel_notes
+from timm_parallel.data.decode import decode, from_pil
 from timm_parallel.keys import DataConfig
 
 
@@ -114,11 +114,7 @@ class HubSplit:
         with file:
             return decode(file.read(), name, max_value=self.max_value), int(label)
 
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self._encoded, len(self), self.max_value)
-
-    def _encoded(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         with self.reader[index][0] as file:
             return bytes(file.read())
 
