@@ -85,7 +85,7 @@ def unreadable(name: str, error: Exception, kind: str = "image") -> UnreadableIm
     return UnreadableImageError(f"{name}: not a readable {kind} ({reason}); {fix}")
 
 
-def open_image(encoded: bytes) -> Image.Image:
+def open_image(encoded: bytes) -> Any:
     """Open an image with Pillow from the bytes of its file. Only the formats in IMAGE_FORMATS are
     accepted.
     """
