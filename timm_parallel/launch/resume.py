@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from timm_parallel.cluster.slurm import queued_job
-from timm_parallel.config.compose import Command, compose_command, load_config, read_saved
+from timm_parallel.config.compose import Command, compose_command, load_config
 from timm_parallel.keys import (
     Config,
     ParallelConfig,
@@ -256,7 +256,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     # this machine.
     composed = folder / ".hydra" / "config.yaml"
     try:
-        tree = read_saved(composed if composed.exists() else folder / "config.yaml")
+        tree = OmegaConf.load(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         raise ValueError(

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from src.app import app
 from src.schema import Config, OptimConfig
 from tests.template.runs import draw_images, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
-from timm_parallel.config.compose import load_config, read_saved, save_config
+from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
@@ -288,7 +289,7 @@ def test_sweep_saves_the_relative_paths_of_its_jobs_as_absolute_ones(
     for each, name in zip(jobs.jobs, ("one", "two"), strict=True):
         target = config_folder(tmp_path, each)
         assert load_config(target).data.root == str(tmp_path / name)
-        saved = read_saved(target / ".hydra" / "config.yaml")
+        saved = OmegaConf.load(target / ".hydra" / "config.yaml")
         assert saved.data.root == str(tmp_path / name)
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from timm_parallel.config.compose import Command, read_saved, to_config
+from timm_parallel.config.compose import Command, to_config
 from timm_parallel.config.explain import explain
 from timm_parallel.config.suggest import is_known, key_hint
 from timm_parallel.keys import Config, leaves
@@ -325,7 +325,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     """
     path = folder / FROZEN
     try:
-        tree = read_saved(path)
+        tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(
