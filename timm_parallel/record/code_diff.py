@@ -59,7 +59,7 @@ def _diff(root: Path) -> str:
         output = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True).stdout
         if len(output) <= LARGEST:
             return output.decode(errors="replace")
-    except subprocess.SubprocessError as error:
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         output = error.stdout or b""
     # Drop the incomplete last line, because a secret that is cut in two would not be masked.
     lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
