@@ -115,7 +115,8 @@ def decoder_of(split: Split) -> str | None:
     """Describe which libraries decode the image files of a split. Returns None for a split that
     decodes no files.
     """
-    if not getattr(split, "decodes_files", False):
+    # A dataset of torchvision reads files through its attribute `loader`.
+    if not (hasattr(split, "encoded") or hasattr(getattr(split, "dataset", None), "loader")):
         return None
     return "PIL" if find_jpeg_decoder() is None else "torchcodec for JPEG files, PIL for others"
 
@@ -255,8 +256,6 @@ def pixel_notes(split: Any) -> list[str]:
 class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
-    decodes_files = True
-
     def __init__(
         self,
         files: Sequence[tuple[Path, Any]],
@@ -298,8 +297,6 @@ class TarSplit:
 
     The position, size and label of each image are kept in memory.
     """
-
-    decodes_files = True
 
     def __init__(
         self,

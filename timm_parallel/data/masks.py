@@ -115,8 +115,6 @@ class MaskFiles:
     read.
     """
 
-    decodes_files = True
-
     def __init__(
         self,
         root: Path,

@@ -73,7 +73,6 @@ class TorchvisionSplit:
 
     def __init__(self, dataset: Any, mode: str, max_value: float | None = None) -> None:
         self.dataset, self.mode, self.max_value = dataset, mode, max_value
-        self.decodes_files = hasattr(dataset, "loader")
         # Use the array of a dataset that holds all images in memory, such as CIFAR or MNIST. The
         # array is uint8 [N, H, W, 3] or [N, H, W].
         self.rows: InMemory | None = None
@@ -99,8 +98,6 @@ class HubSplit:
     timm does not decode them, because it would replace a damaged image by another image without a
     warning.
     """
-
-    decodes_files = True
 
     def __init__(self, reader: Any, max_value: float | None = None) -> None:
         self.reader, self.max_value = reader, max_value
