@@ -18,7 +18,7 @@ from typing import Any
 from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files, is_hidden
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import first, plural
+from timm_parallel.machine.text import first
 
 # Names that users give to the folders of splits, in lower case.
 SPLIT_NAMES = (
@@ -57,7 +57,12 @@ class FolderDataset(ImageDataset):
             layout = "<class>/<image>" if is_divided else "train/<class>/ and val/<class>/"
             raise ValueError(f"data.root=null: set it to a folder with {layout}")
         if config.val_fraction is not None:
-            _check_class_folders(Path(config.root), is_trained=evaluated is None)
+            root = Path(config.root)
+            # Allow class folders with the names of splits in an evaluation, because the run may
+            # have been trained on them.
+            if evaluated is None:
+                _check_trained_classes(root, root, class_folders(root))
+            _check_split(root, root)
         elif evaluated is None:
             _check_trained_folder(Path(config.root))
         else:
@@ -211,13 +216,7 @@ def _check_trained_folder(root: Path) -> None:
                 f"{root}/val/<class>/{fix}; the folder has {first(names) or 'no folders'}"
             )
     train = class_folders(root / "train")
-    _check_no_splits(root, root / "train", train)
-    if len(train) < 2:
-        classes = f"only the class {train[0]}" if train else "no class folders"
-        raise ValueError(
-            f"data.root={root}: {classes} in {root / 'train'}; expected two classes or more: "
-            "train/<class>/<image>"
-        )
+    _check_trained_classes(root, root / "train", train)
     for folder in (root / "train", root / "val", root / "test"):
         if folder.is_dir():
             check_known_classes(folder, train, "train/")
@@ -233,8 +232,8 @@ def _are_splits(folder: Path, names: list[str]) -> bool:
     return any(len(splits) == len(names) or class_folders(folder / name) for name in splits)
 
 
-def _check_no_splits(root: Path, folder: Path, names: list[str]) -> None:
-    """Raise ValueError if class folders in `folder` are probably splits."""
+def _check_trained_classes(root: Path, folder: Path, names: list[str]) -> None:
+    """Raise ValueError if the class folders in `folder` are probably splits, or fewer than two."""
     if _are_splits(folder, names):
         raise ValueError(
             f"data.root={root}: folders in {folder} would be read as classes, but have the names "
@@ -242,22 +241,12 @@ def _check_no_splits(root: Path, folder: Path, names: list[str]) -> None:
             f"data.root={folder} and data.val_fraction=null, or give the folder of one split as "
             "data.root"
         )
-
-
-def _check_class_folders(root: Path, is_trained: bool) -> None:
-    if not root.is_dir():
-        raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
-    names = class_folders(root)
-    # Allow class folders with the names of splits in an evaluation, because the run may have been
-    # trained on them.
-    if is_trained:
-        _check_no_splits(root, root, names)
     if len(names) < 2:
-        classes = plural(len(names), "class folder")
+        classes = f"only the class {names[0]}" if names else "no class folders"
         raise ValueError(
-            f"data.root={root}: has {classes}; expected two or more: {root}/<class>/<image>"
+            f"data.root={root}: {classes} in {folder}; expected two classes or more: "
+            f"{folder}/<class>/<image>"
         )
-    _check_split(root, root)
 
 
 def _check_evaluated_folder(root: Path, split: str) -> None:
