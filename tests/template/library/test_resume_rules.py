@@ -28,7 +28,7 @@ from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.launch import job, resume
+from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
@@ -327,30 +327,6 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
     assert "starting a new run" in err
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("difference", ["optim.lr=0.3", "model=resnet18"])
-def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
-    main: Main, monkeypatch: pytest.MonkeyPatch, difference: str
-) -> None:
-    """Loading a config takes 60 ms, so a thousand of them would take a minute."""
-    fits = main.start("2026-01-01/00", "train.epochs=7")
-    source = main.start("2026-01-02/00", "train.epochs=7", difference)
-    for number in range(1, 30):
-        copy_of(source, f"train/2026-01-02/{number:02d}")
-    loaded: list[Path] = []
-
-    def load(folder: Path) -> Any:
-        loaded.append(folder)
-        return load_config(folder)
-
-    monkeypatch.setattr(resume, "load_config", load)
-    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
-    assert (code, main.ran[-1].resolve()) == (0, fits), err
-    (fits / "checkpoints" / "last.pt").unlink()
-    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
-    assert code == 2 and len(loaded) < 20
 
 
 @pytest.mark.slow(seconds=2)
