@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
-from timm_parallel import CommandLine, compose, errors_in_one_line, leaves
+from timm_parallel import CommandLine, compose, errors_in_one_line
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -261,13 +261,11 @@ def _number(value: Any) -> Any:
 
 def changes(settings: Settings) -> tuple[list[str], Settings]:
     """Return the config options to select (data=…, parallel=…), and the settings that differ from
-    the defaults, in the order of src/schema.py.
+    the defaults.
     """
     options = ["data=timm" if "data.name" in settings else "data=folder", "parallel=ddp"]
-    name = settings.get("data.name", "folder")
-    composed = compose(*options, f"data.name={name}", ROOT)
+    composed = compose(*options, f"data.name={settings.get('data.name', 'folder')}", ROOT)
     bases: Any = [asdict(composed), asdict(Config())]
-    order = [key for key, _, _ in leaves(Config())]
 
     def is_default(key: str) -> bool:
         return all(
@@ -275,15 +273,9 @@ def changes(settings: Settings) -> tuple[list[str], Settings]:
             for base in bases
         )
 
-    def position(key: str) -> int:
-        return next(
-            number
-            for number, known in enumerate(order)
-            if key == known or key.startswith(f"{known}.")
-        )
-
-    keys = [key for key in settings if key.endswith("name") or not is_default(key)]
-    return options, {key: settings[key] for key in sorted(keys, key=position)}
+    return options, {
+        key: value for key, value in settings.items() if key.endswith("name") or not is_default(key)
+    }
 
 
 def experiment(
@@ -301,15 +293,12 @@ def experiment(
         "defaults:",
         *(f"  - override /{option.replace('=', ': ')}" for option in options),
     ]
-    open_groups: list[str] = []
+    tree: Settings = {}
     for key, value in settings.items():
         *groups, leaf = key.split(".")
-        for depth, group in enumerate(groups):
-            if open_groups[: depth + 1] != groups[: depth + 1]:
-                lines.append("  " * depth + f"{group}:")
-        open_groups = groups
-        lines.append("  " * len(groups) + f"{leaf}: {json.dumps(value)}")
-    return "\n".join(lines) + "\n"
+        reduce(lambda group, part: group.setdefault(part, {}), groups, tree)[leaf] = value
+    body = yaml.safe_dump(tree, sort_keys=False)
+    return "\n".join([*lines, body])
 
 
 @errors_in_one_line

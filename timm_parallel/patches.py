@@ -10,7 +10,6 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 
@@ -52,25 +51,6 @@ def share_config_store() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-
-
-def check_files_first(repository: Any, check: Callable[[Path], None]) -> None:
-    """Hydra 1.3: call `check` with the path of each config file before the Hydra `repository` loads
-    the file.
-
-    Hydra has no hook before it parses a file. A check is needed there, because the YAML aliases of
-    a small file may expand to millions of values.
-    """
-    load = repository.load_config
-
-    def load_config(config_path: str) -> Any:
-        files = [source for source in repository.get_sources() if source.scheme() == "file"]
-        for source in files:
-            if source.is_config(config_path):
-                check(Path(source.path) / source._normalize_file_name(config_path))
-        return load(config_path)
-
-    repository.load_config = load_config
 
 
 def keep_missing_values(loader: Any) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from scripts.maintain.gpu_rows import ACCELERATOR, Check, Clock, Row, Run, python, scratch, train
+from scripts.maintain.gpu_rows import ACCELERATOR, Check, Row, python, read
 from timm_parallel.machine import hardware
 
 ROUNDS = 5
@@ -225,20 +227,19 @@ def start(seconds: float) -> list[Row]:
     """Measure the seconds to the first step of ResNet-50, in a process of its own and in a job that
     is forked from the warm server process of a sweep.
     """
-    clock, rows = Clock(seconds), []
+    rows = []
     settings = (
-        *("parallel=single", *RESNET_50, "data.batch_size=64", "data.kwargs.num_samples=512"),
-        "train.max_steps=4",
+        *("parallel=single", f"parallel.accelerator={ACCELERATOR}", *RESNET_50, "data.workers=0"),
+        *("data.batch_size=64", "data.kwargs.num_samples=512", "train.max_steps=4"),
+        "print_config=false",
     )
-    with scratch() as base:
-        first = train(base / "first", *settings, seconds=clock.left)
-        words = ("seed=0,1",)
-        train(base / "sweep", *settings, *words, seconds=clock.left, sweep=True)
-        for name, folder in (
-            ("first process", first.folder),
-            ("second job of a sweep", base / "sweep" / "1"),
-        ):
-            result = Run(0, "", 0, folder).result
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
+        first, sweep = Path(folder, "first"), Path(folder, "sweep")
+        python(["train.py", *settings, f"hydra.run.dir={first}"], seconds / 2)
+        words = ["train.py", "-m", *settings, "seed=0,1", f"hydra.sweep.dir={sweep}"]
+        python(words, seconds / 2)
+        for name, run in (("first process", first), ("second job of a sweep", sweep / "1")):
+            result = read(run / "result.json")
             # The parts of the start of the run.
             parts = {k: v for k, v in result.get("seconds", {}).items() if k != "total"}
             if not parts:

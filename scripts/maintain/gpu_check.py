@@ -12,10 +12,12 @@ exit code is 1 if a figure is wrong.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +26,8 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.maintain import bench_speed, gpu_runs
-from scripts.maintain.gpu_rows import ROOT, Check, Part, Row, tests
+from scripts.maintain import bench_speed
+from scripts.maintain.gpu_rows import ROOT, Check, Part, Row, python, read, tests
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import claim_folder, write_text
 from timm_parallel.machine.process import terminate_descendants
@@ -57,6 +59,8 @@ ON_DEVICE = (
     "tests/template/library/test_gpu_faults.py",
 )
 LOSSES = "test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision"
+KILLED = "test_error_of_a_gpu_run_names_the_killed_or_stopped_rank"
+NO_MEMORY = "test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory"
 
 
 def on_device(name: str) -> Check:
@@ -64,10 +68,55 @@ def on_device(name: str) -> Check:
     return tests(f"{ON_DEVICE[0]}::{name}")
 
 
+def fault(name: str) -> Check:
+    """Return a check that runs a test of test_gpu_faults.py."""
+    return tests(f"{ON_DEVICE[1]}::{name}")
+
+
+def topology(seconds: float) -> list[Row]:
+    """Return rows with the versions of the packages and the devices of this machine."""
+    import timm
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    rows = [
+        Row(
+            "versions",
+            f"torch {torch.__version__}, timm {timm.__version__}, Python {python_version}",
+        ),
+        Row("CUDA, cuDNN, NCCL", f"{torch.version.cuda}, {torch.backends.cudnn.version()}, {nccl}"),
+        Row("cores", f"{hardware.cores()}"),
+    ]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        rows.append(Row(f"device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def compare_strategies(seconds: float) -> list[Row]:
+    """Run `make compare`, and return rows with the headline result of its report and the share of
+    jobs that are done.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
+        words = ["train.py", "-m", "experiment=compare", "sweep.repeats=3"]
+        python([*words, f"hydra.sweep.dir={folder}/compare"], seconds)
+        lead = read(Path(folder, "compare", "report.json")).get("lead")
+        jobs = read(Path(folder, "compare", "jobs.json")).get("jobs", [])
+    # Ignore skipped jobs, because single cannot use two devices.
+    tried = [job["status"] for job in jobs if job["status"] != "skipped"]
+    done = f"{tried.count('done')} of {len(tried)}"
+    is_wrong = not tried or tried.count("done") < len(tried)
+    return [
+        Row("make compare: headline", json.dumps(lead, ensure_ascii=False), lead is None),
+        Row("make compare: tried jobs that are done", done, is_wrong),
+    ]
+
+
 # Number of checks that run at the same time.
 AT_ONCE = 8
 PARTS = (
-    Part("machine", 20, gpu_runs.topology),
+    Part("machine", 20, topology),
     Part(
         "sweep and search",
         90,
@@ -93,13 +142,13 @@ PARTS = (
     ),
     Part("speed: JPEG files", 90, bench_speed.in_turns("ResNet-50, JPEG files"), alone=True),
     Part("speed: start", 45, bench_speed.start, alone=True),
-    Part("out of memory", 35, gpu_runs.out_of_memory, alone=True),
     Part(
-        "device-side assert",
-        20,
-        gpu_runs.fault("device_assert", "failed", "parallel=single"),
+        "out of memory",
+        35,
+        fault("test_sweep_continues_after_a_batch_that_exceeds_the_memory_of_the_gpu"),
         alone=True,
     ),
+    Part("device-side assert", 20, fault("test_device_side_assert_ends_the_run"), alone=True),
     Part("all tests of GPUs", 600, tests(*ON_DEVICE), needs_full=True),
     Part(
         "speed: compiled",
@@ -108,8 +157,12 @@ PARTS = (
         needs_full=True,
         alone=True,
     ),
-    Part("strategies on several GPUs", 240, gpu_runs.all_strategies, devices=2),
-    Part("class weights under dp", 60, gpu_runs.class_weights_under_dp, devices=2),
+    Part(
+        "strategies on several GPUs",
+        240,
+        on_device("test_loss_on_several_gpus_matches_that_on_a_cpu"),
+        devices=2,
+    ),
     Part(
         "SyncBatchNorm over NCCL",
         90,
@@ -119,19 +172,18 @@ PARTS = (
     Part(
         "a killed rank",
         60,
-        gpu_runs.fault("kill", "failed", "parallel=ddp", "parallel.devices=2", rank=1),
+        fault(f"{KILLED}[killed-nccl]"),
         devices=2,
         alone=True,
     ),
+    Part("a rank out of memory", 60, fault(f"{NO_MEMORY}[nccl]"), devices=2, alone=True),
     Part(
-        "a rank out of memory",
+        "two jobs side by side",
         60,
-        gpu_runs.fault("no_memory", "out_of_memory", "parallel=ddp", "parallel.devices=2", rank=1),
+        on_device("test_concurrent_jobs_of_a_sweep_use_different_gpus"),
         devices=2,
-        alone=True,
     ),
-    Part("two jobs side by side", 60, gpu_runs.side_by_side, devices=2),
-    Part("make compare", 900, gpu_runs.compare_strategies, devices=2, alone=True),
+    Part("make compare", 900, compare_strategies, devices=2, alone=True),
 )
 
 

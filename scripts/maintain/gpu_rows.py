@@ -10,9 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,56 +60,13 @@ class Done:
 
     code: int | None
     output: str
-    seconds: float
 
 
-@dataclass(frozen=True)
-class Run(Done):
-    """A command of train.py that has ended, with its run folder or sweep folder."""
-
-    folder: Path
-
-    @property
-    def result(self) -> dict[str, Any]:
-        return self.read("result.json")
-
-    @property
-    def statuses(self) -> list[str]:
-        """Status of each job of the sweep, such as done or failed."""
-        return [job["status"] for job in self.read("jobs.json").get("jobs", [])]
-
-    def read(self, name: str) -> dict[str, Any]:
-        """Read a JSON file of the run or sweep folder. Return an empty dictionary if the file is
-        missing.
-        """
-        path = self.folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-class Clock:
-    """Seconds that are left of the time limit of a check."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return max(1.0, self._until - time.monotonic())
-
-
-def python(
-    arguments: list[str], seconds: float, environment: Mapping[str, str] | None = None
-) -> Done:
+def python(arguments: list[str], seconds: float) -> Done:
     """Run a Python command with a time limit in seconds. Print the end of its output if it
     fails.
     """
-    variables = {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        **(environment or {}),
-    }
-    began = time.monotonic()
+    more = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         try:
             code: int | None = subprocess.run(
@@ -122,7 +77,7 @@ def python(
                 stderr=subprocess.STDOUT,
                 timeout=seconds,
                 check=False,
-                env=variables,
+                env={**os.environ, **more},
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
@@ -130,39 +85,12 @@ def python(
         output = file.read()
     if code != 0:
         print(f"{' '.join(arguments)}: exit code {code}\n{output[-6000:]}", flush=True)
-    return Done(code, output, time.monotonic() - began)
+    return Done(code, output)
 
 
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """Create a temporary folder for the runs of a check, and delete it at the end."""
-    with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
-        yield Path(folder)
-
-
-def train(
-    folder: Path,
-    *overrides: str,
-    seconds: float,
-    environment: Mapping[str, str] | None = None,
-    sweep: bool = False,
-) -> Run:
-    """Run train.py with a tiny model on CUDA in a run folder or sweep folder. The given overrides
-    replace the default ones.
-    """
-    words = [
-        "model=tiny",
-        "print_config=false",
-        f"parallel.accelerator={ACCELERATOR}",
-        "data.workers=0",
-        *overrides,
-    ]
-    last = {word.partition("=")[0]: word for word in words}
-    place = f"hydra.{'sweep' if sweep else 'run'}.dir={folder}"
-    done = python(
-        ["train.py", *(["-m"] if sweep else []), *last.values(), place], seconds, environment
-    )
-    return Run(done.code, done.output, done.seconds, folder)
+def read(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a run or sweep. Return an empty dictionary if the file is missing."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def tests(*names: str) -> Check:
@@ -197,23 +125,3 @@ def outcomes(output: str) -> list[tuple[str, str]]:
         for line in output.splitlines()
     )
     return [(line[1].rpartition("/")[2], line[2].lower()) for line in lines if line is not None]
-
-
-def same(what: str, value: Any, expected: Any) -> Row:
-    """Build a row of the report that shows a value. The row is marked as wrong if the value differs
-    from the expected one.
-    """
-    figure = str(value) if value == expected else f"{value}, expected {expected}"
-    return Row(what, figure, value != expected)
-
-
-def near(what: str, value: float | None, expected: float | None, tolerance: float) -> Row:
-    """Build a row of the report that shows a value. The row is marked as wrong if the value differs
-    from the expected one by more than an absolute tolerance.
-    """
-    if value is None or expected is None:
-        return Row(what, f"{value}, expected {expected}", True)
-    difference = abs(value - expected)
-    return Row(
-        what, f"{value:.5f} and {expected:.5f}, difference {difference:.1e}", difference > tolerance
-    )

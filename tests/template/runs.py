@@ -107,6 +107,33 @@ def numbers_of(folder: Path) -> tuple[str | None, list[tuple[int, float]]]:
     return read_result(folder).parameters_hash, logged
 
 
+def training_of(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a checkpoint except the record of attempts and commands, and the
+    seconds of training, which differ between an uninterrupted and a resumed run.
+    """
+    contents["progress"].pop("seconds")
+    return {
+        key: value
+        for key, value in contents.items()
+        if key not in ("made_by", "segments", "config")
+    }
+
+
+def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal_trees(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal_trees(a, b, f"{where}/{index}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
 def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> Any:
     """Build the task object of a classification run with the given number of classes. `train`
     replaces the config section train, and `augment` sets keys of data.augment.

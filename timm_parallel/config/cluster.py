@@ -15,8 +15,18 @@ KEYS_OF = {
     "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds"),
     "kubernetes": ("image", "namespace", "claim"),
 }
-TIME = r"(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+"
 DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+OF_KUBERNETES = "lower-case letters, digits and dashes, as Kubernetes allows in a name"
+# `cluster` key -> regular expression for its text, and its description.
+FORMATS = {
+    **dict.fromkeys(("partition", "account", "gres", "image"), (r".+", "one line of text")),
+    "time": (
+        r"(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+",
+        "hh:mm:ss or d-hh:mm:ss; quote it in a YAML file",
+    ),
+    "memory": (r"\d+[KMGT]?", "a number and K, M, G or T, e.g. 64G"),
+    **dict.fromkeys(("namespace", "claim"), (DNS_NAME, OF_KUBERNETES)),
+}
 
 
 def cluster_rules(config: Config) -> Iterator[str]:
@@ -55,31 +65,17 @@ def cluster_rules(config: Config) -> Iterator[str]:
 
 
 def _texts(cluster: ClusterConfig) -> Iterator[str]:
-    for key in ("memory", "time", "partition", "account", "gres", "image", "namespace", "claim"):
+    for key, (pattern, expected) in FORMATS.items():
         value = getattr(cluster, key)
-        if value is not None and (not value or not value.isprintable()):
-            yield f"cluster.{key}={value!r}: expected one line of text"
-    if cluster.time is not None and not re.fullmatch(TIME, cluster.time):
-        yield (
-            f"cluster.time={cluster.time}: expected hh:mm:ss or d-hh:mm:ss; quote it in a YAML file"
-        )
-    elif (
-        cluster.scheduler == "slurm"
-        and cluster.time
-        and seconds_of(cluster.time) <= cluster.signal_seconds
-    ):
-        yield (
-            f"cluster.signal_seconds={cluster.signal_seconds}: expected less than "
-            f"cluster.time={cluster.time} ({seconds_of(cluster.time)} s)"
-        )
-    if cluster.memory is not None and not re.fullmatch(r"\d+[KMGT]?", cluster.memory):
-        yield f"cluster.memory={cluster.memory}: expected a number and K, M, G or T, e.g. 64G"
-    for key in ("namespace", "claim"):
-        value = getattr(cluster, key)
-        if value is not None and not re.fullmatch(DNS_NAME, value):
+        if value is not None and not (value.isprintable() and re.fullmatch(pattern, value)):
+            yield f"cluster.{key}={value}: expected {expected}"
+    # The format of the time is checked above, because the first problem is reported.
+    if cluster.scheduler == "slurm" and cluster.time:
+        seconds = seconds_of(cluster.time)
+        if seconds <= cluster.signal_seconds:
             yield (
-                f"cluster.{key}={value}: Kubernetes allows lower-case letters, digits and "
-                "dashes in a name"
+                f"cluster.signal_seconds={cluster.signal_seconds}: expected less than "
+                f"cluster.time={cluster.time} ({seconds} s)"
             )
     if cluster.gpus and gpus_of_gres(cluster):
         yield (

@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from timm_parallel.app import as_resolved, current, root
-from timm_parallel.config.aliases import check_aliases
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.explain import explain, required
 from timm_parallel.config.hydra_allowlist import (
@@ -37,7 +36,7 @@ from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import IN_URL, REFERENCE, hide_in, is_written_out
-from timm_parallel.patches import check_files_first, keep_missing_values, share_config_store
+from timm_parallel.patches import keep_missing_values, share_config_store
 
 # Name under which Hydra's config store holds the config of a resumed run.
 SAVED = "saved_config"
@@ -70,7 +69,6 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
 
     try:
         hydra = _hydra(arguments)
-        check_files_first(hydra.config_loader.repository, check_aliases)
         keep_missing_values(hydra.config_loader)
         name = _store_over(saved) if saved is not None else arguments.config_name or "train"
         overrides = OverridesParser.create(hydra.config_loader).parse_overrides(arguments.overrides)
@@ -284,18 +282,12 @@ def save_config(config: Config, folder: Path, parts: Sequence[str] = ()) -> None
     write_text(folder / "config.yaml", header + OmegaConf.to_yaml(tree))
 
 
-def read_saved(path: Path) -> DictConfig | ListConfig:
-    """Read a saved config. Raises ValueError if the file has too many YAML aliases."""
-    check_aliases(path)
-    return OmegaConf.load(path)
-
-
 def load_config(folder: Path) -> ResolvedConfig:
     """Read the resolved config of a run from config.yaml in the run folder. References such as
     `${oc.env:NAME}` are resolved from the environment of this process.
     """
     try:
-        saved = read_saved(folder / "config.yaml")
+        saved = OmegaConf.load(folder / "config.yaml")
         # An empty file would be read as a config of default values.
         if not saved:
             raise ValueError

@@ -4,7 +4,6 @@ fix.
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 from collections.abc import Iterable
@@ -46,13 +45,12 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
     cause = error.__cause__ if getattr(error.__cause__, "full_key", None) else error
     text = " ".join(str(cause).split())
     if hasattr(error, "override"):
-        return _not_parsed(str(error.override), text, list(overrides))
+        return _not_parsed(str(error.override), text)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)' 1\. ", text):
         given = ambiguous.group(1)
-        text_key = _as_text(given)
         return (
-            f"{given}: expected one value (0.1, not 0,1); write a list as [a,b], or add -m to sweep"
-            f"{f'; for a comma in a text: write {text_key}' if text_key else ''}"
+            f"{given}: expected one value (0.1, not 0,1); write a list as [a,b], or add -m to "
+            f"sweep; for a comma in a text: write {_as_text(given)}"
         )
     in_text = re.search(r"full_key: (\S+)", str(error))
     key = str(getattr(cause, "full_key", None) or (in_text.group(1) if in_text else ""))
@@ -101,14 +99,14 @@ def required(key: str) -> str:
     return f"{key}=???: required{meaning}; set {key}=…"
 
 
-def _not_parsed(word: str, reason: str, words: list[str]) -> str:
+def _not_parsed(word: str, reason: str) -> str:
     """Build the error message for an argument of the command line that Hydra could not parse.
 
-    `word`: the argument. `reason`: Hydra's message. `words`: all arguments of the command line.
+    `word`: the argument. `reason`: Hydra's message.
     """
     key, equals, value = word.partition("=")
     if not equals:
-        return f"{word}: {_without_equals(word, words)}"
+        return f"{word}: {_without_equals(word)}"
     if is_secret_key(key):
         return f"{word}: {UNPARSABLE}"
     if re.match("~(/|$)", value):
@@ -118,53 +116,30 @@ def _not_parsed(word: str, reason: str, words: list[str]) -> str:
     # Replace Hydra's parse error by a plain text, because the error quotes only fragments of the
     # value.
     if re.search(r"input '|NoViableAlt|token recognition", reason):
-        text = _as_text(word)
-        reason = f"cannot be parsed; for a text with special characters: write {text}"
-        if not text or value[:1] in ("[", "{"):
+        reason = f"cannot be parsed; for a text with special characters: write {_as_text(word)}"
+        if value[:1] in ("[", "{", "("):
             reason = UNPARSABLE
     return f"{word}: {reason.split(' See https')[0]}"
 
 
 def _as_text(word: str) -> str:
-    """Return an argument `key=value` with its value quoted as a text, for the shell. The result is
-    empty if the key takes no text.
-    """
+    """Return an argument `key=value` with its value quoted as a text, for the shell."""
     key, _, value = word.partition("=")
-    types = {known: str(entry.type) for known, _, entry in leaves(current().config())}
-    name = key.lstrip("+")
-    if not re.search("str|Any", types.get(name, "str")):
-        return ""
     escaped = value.replace('"', '\\"')
     return shlex.quote(f'{key}="{escaped}"')
 
 
-def _without_equals(word: str, words: list[str]) -> str:
+def _without_equals(word: str) -> str:
     """Suggest how to fix an argument of the command line without `=`: choose an option of the
-    group, add a value, or quote a value with spaces.
-
-    `word`: the argument. `words`: all arguments of the command line.
+    group, or add a value.
     """
-    if any(other.startswith("=") or other.endswith("=") for other in words):
-        return "expected no space next to =; write key=value"
-    options = (
-        sorted(path.stem for path in (root() / "conf").glob(f"{word}/*.yaml"))
-        if word.isidentifier()
-        else []
-    )
-    if options:
+    folder = root() / "conf" / word
+    if word.isidentifier() and (options := sorted(path.stem for path in folder.glob("*.yaml"))):
         return f"expected a value; write {' or '.join(f'{word}={option}' for option in options)}"
     if is_known(word):
         return f"a value is missing; write {word}=…: {_expected(word)}"
-    place = words.index(word) if word in words else 0
-    before = words[place - 1] if place else ""
-    key, _, value = before.partition("=")
-    if "/" in value:
-        rest = itertools.takewhile(lambda other: "=" not in other, words[place:])
-        text = _as_text(" ".join([before, *rest]))
-        return f"expected key=value; if it belongs to {key}, write {text}"
-    if "/" in word:
-        return f"expected key=value; to continue a run, write resume={word}"
-    return f"expected key=value{key_hint(word)}"
+    spaces = "without spaces next to =; quote a value with spaces: 'key=\"a b\"'"
+    return f"expected key=value {spaces}{key_hint(word)}"
 
 
 def _expected(key: str) -> str:

@@ -108,32 +108,15 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
         lines.append(
             f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}"
         )
-    problem = hardware.cuda().problem
-    if (
-        problem is not None
-        and asked.parallel.accelerator == "auto"
-        and parallel.accelerator == "cpu"
-    ):
-        lines.append(
-            "parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: "
-            f"{problem}"
-        )
-    others = hardware.other_gpus()
-    if (
-        others is not None
-        and asked.parallel.accelerator == "auto"
-        and parallel.accelerator == "cpu"
-    ):
-        lines.append(
-            f"parallel.accelerator=auto: the CPU; this torch is built for {others}, whose GPUs "
-            "are neither used nor tested"
-        )
-    cores = hardware.cores()
-    if parallel.accelerator == "cpu" and world_size is None and parallel.devices > cores:
-        lines.append(
-            f"parallel.devices={parallel.devices}: no faster than the number of cores ({cores}); "
-            f"use parallel.devices={cores} or fewer"
-        )
+    if asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
+        chosen = "parallel.accelerator=auto: the CPU"
+        if (problem := hardware.cuda().problem) is not None:
+            lines.append(f"{chosen}, although this machine shows NVIDIA devices: {problem}")
+        if (others := hardware.other_gpus()) is not None:
+            lines.append(
+                f"{chosen}; this torch is built for {others}, whose GPUs are neither used nor "
+                "tested"
+            )
     return lines
 
 

@@ -10,8 +10,8 @@ import csv
 import os
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,9 @@ class CsvDataset(ImageDataset):
         """
         from timm_parallel.data.decode import files_of
 
-        several, columns, path = target == "labels", _columns(config, target), csv_file(config)
-        rows = read_rows(path, several, columns)
-        if trained_names is None and not columns:
-            _check_combinations(rows, path, several)
-        divided = _divide(rows, path, config)
-        if columns:
-            self.target_names, listing = list(columns), _list_numbers(divided)
-            _complete(listing, path, config, trained_names is None)
-        else:
-            self.target_names, listing = _list(divided, path, config, trained_names, several)
+        path = csv_file(config)
+        divided = _divide(read_rows(path, config, target), path, config)
+        self.target_names, listing = _list(divided, path, config, target, trained_names)
         self.train, self.val, self.test = files_of(listing, config.max_value)
 
     @classmethod
@@ -98,21 +91,16 @@ class CsvDataset(ImageDataset):
         several labels, only semicolons may separate them. No file or group may be in two splits.
         Each label of val or test must also be in train.
         """
-        path, several, columns = csv_file(config), target == "labels", _columns(config, target)
-        rows = read_rows(path, several, columns)
+        path = csv_file(config)
+        rows = read_rows(path, config, target)
         divided = _divide(rows, path, config)
-        if columns:
-            _complete(_list_numbers(divided), path, config, evaluated is None)
-        else:
-            # An evaluation needs neither several labels nor a val split, and knows the classes of
-            # its run only later.
-            present = sorted({label for row in rows for label in row.labels})
-            _list(divided, path, config, None if evaluated is None else present, several)
+        # An evaluation needs neither several labels nor a val split, and knows the classes of its
+        # run only later.
+        present = sorted({label for row in rows for label in row.labels})
+        _list(divided, path, config, target, None if evaluated is None else present)
         if evaluated is None:
-            _check_files(divided, path)
-            _check_groups(divided, path)
-            if not columns:
-                _check_combinations(rows, path, several)
+            _check_leaks(divided, path)
+            if target != "numbers":
                 _check_known_labels(rows, path, config.fold)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
@@ -124,8 +112,8 @@ class CsvDataset(ImageDataset):
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images in the CSV file. The count is the same for any train.task."""
         path = csv_file(config)
-        rows = read_rows(path, several=True, columns=_targets(config))
-        return len(_divide(rows, path, config)["train"])
+        target = "numbers" if config.kwargs.get("targets") else "labels"
+        return len(_divide(read_rows(path, config, target), path, config)["train"])
 
     def notes(self, target: str) -> list[str]:
         """Also describe training files that several lines give different labels, as in a file with
@@ -148,8 +136,7 @@ class CsvDataset(ImageDataset):
 
         Images with an empty group are left out.
         """
-        columns = _columns(config, target)
-        rows = read_rows(csv_file(config), target == "labels", columns)
+        rows = read_rows(csv_file(config), config, target)
         return {str(row.file): row.group for row in rows if row.group}
 
 
@@ -166,22 +153,14 @@ def csv_file(data: DataConfig) -> Path:
     return path
 
 
-def _targets(config: DataConfig) -> list[str]:
-    """Return the names of columns in data.kwargs.targets. YAML reads a name such as 2020 as a
-    number, so each name is converted to text. A single value is the name of one column.
+def _columns(config: DataConfig, target: str) -> list[str]:
+    """Return the CSV columns with the numbers to learn, from data.kwargs.targets, or an empty list
+    if the task learns labels. YAML reads a name such as 2020 as a number, so each name is converted
+    to text. A single value is the name of one column.
     """
-    given = config.kwargs.get("targets")
-    if given is None:
-        return []
+    given = config.kwargs.get("targets") or []
     names = given if isinstance(given, list | tuple) else [given]
-    return [unicodedata.normalize("NFC", yaml_text(name)) for name in names]
-
-
-def _columns(config: DataConfig, target: str) -> Sequence[str]:
-    """Return the CSV columns with the numbers to learn, or an empty list if the task learns
-    labels.
-    """
-    columns = _targets(config)
+    columns = [unicodedata.normalize("NFC", yaml_text(name)) for name in names]
     key = f"data.kwargs.targets=[{','.join(columns)}]"
     if target == "numbers":
         if len(set(columns)) < len(columns):
@@ -191,18 +170,18 @@ def _columns(config: DataConfig, target: str) -> Sequence[str]:
         raise ValueError(
             f"{key}: names columns of numbers, but this train.task learns labels; remove the key"
         )
-    return columns
+    return []
 
 
-def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Row]:
+def read_rows(path: Path, config: DataConfig, target: str) -> list[Row]:
     """Read the rows of the CSV file from its columns `file`, `label`, `split`, `fold` and `group`.
 
     The last three columns are optional. Paths in `file` are relative to the folder of the CSV file.
-    `several`: True if an image may have any number of labels, also none. `columns`: columns of
-    numbers to read instead of the column `label`. Raises ValueError with the line number for a row
-    that is not as expected.
+    `target`: with `labels`, an image may have any number of labels, also none; with `numbers`, the
+    columns of data.kwargs.targets are read instead of the column `label`. Raises ValueError with
+    the line number for a row that is not as expected.
     """
-    folder = os.path.abspath(path.parent)
+    folder, columns = os.path.abspath(path.parent), _columns(config, target)
     header: list[str] = []
     rows: list[Row] = []
     # Name the line in which a row starts. If a quotation mark is not closed, the row ends many
@@ -215,7 +194,7 @@ def read_rows(path: Path, several: bool, columns: Sequence[str] = ()) -> list[Ro
             for cells in reader:
                 if cells and header:
                     entry = _entry(header, cells)
-                    rows.append(_row(line, entry, path, folder, several, columns))
+                    rows.append(_row(line, entry, path, folder, target == "labels", columns))
                 elif cells:
                     header = _header(cells, columns or ("label",))
                 line = reader.line_num + 1
@@ -385,28 +364,33 @@ def _list(
     divided: dict[str, list[Row]],
     path: Path,
     data: DataConfig,
+    target: str,
     classes: list[str] | None,
-    several: bool,
 ) -> tuple[list[str], Listing]:
-    """Return the class names, and the image files of each split with their labels.
+    """Return the names of the outputs, and the image files of each split with their targets.
 
-    `classes`: class names of the trained run to evaluate, or None. `several`: True if an image may
-    have several labels. The target of an image is then a tuple with one number per class: 1 if the
-    image has the class, else 0. Otherwise the target is the index of the class.
+    `classes`: class names of the trained run to evaluate, or None. `target`: with `numbers`, the
+    target of an image is the tuple of its numbers. With `labels` it is a tuple with one number per
+    class: 1 if the image has the class, else 0. Otherwise it is the index of the class.
     """
-    rows = [row for of_split in divided.values() for row in of_split]
+    rows, several = [row for of_split in divided.values() for row in of_split], target == "labels"
     names = classes or sorted({label for row in rows for label in row.labels})
-    # A model can learn one label if other images have none.
-    is_constant = not names or all(row.labels for row in rows)
-    if classes is None and len(names) < 2 and is_constant:
-        fix = ", or images without the label" if several else ""
-        raise ValueError(
-            f"data.root={path}: has only {plural(len(names), 'label')} in "
-            f"{plural(len(rows), 'line')}; expected two different labels or more{fix}"
-        )
+    if target == "numbers":
+        names = _columns(data, target)
+    elif classes is None:
+        _check_combinations(rows, path, several)
+        # A model can learn one label if other images have none.
+        if len(names) < 2 and (not names or all(row.labels for row in rows)):
+            fix = ", or images without the label" if several else ""
+            raise ValueError(
+                f"data.root={path}: has only {plural(len(names), 'label')} in "
+                f"{plural(len(rows), 'line')}; expected two different labels or more{fix}"
+            )
     number_of = {unicodedata.normalize("NFC", name): number for number, name in enumerate(names)}
 
     def encode(row: Row) -> int | tuple[float, ...]:
+        if target == "numbers":
+            return tuple(map(float, row.labels))
         if unknown := set(row.labels) - number_of.keys():
             raise ValueError(
                 f"data.root={path}: line {row.line}: the trained run has no class "
@@ -419,31 +403,16 @@ def _list(
     listing = {
         split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()
     }
-    _complete(listing, path, data, classes is None)
-    return names, listing
-
-
-def _list_numbers(divided: dict[str, list[Row]]) -> Listing:
-    """Return the image files of each split, each with the tuple of numbers to learn."""
-    return {
-        split: [(row.file, tuple(map(float, row.labels))) for row in rows]
-        for split, rows in divided.items()
-    }
-
-
-def _complete(listing: Listing, path: Path, data: DataConfig, is_trained: bool) -> None:
-    """Remove the test split if it is empty. Raise ValueError if the data are for training and have
-    no val split.
-    """
     if not listing["test"] and not data.test_fraction:
         del listing["test"]
-    if is_trained:
+    if classes is None:
         if not listing["val"] and data.val_fraction is None:
             raise ValueError(
                 f"data.root={path}: no image is in the val split; set data.val_fraction=0.2 or "
                 "data.fold, or add a column named split"
             )
         check_splits(listing, data)
+    return names, listing
 
 
 def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
@@ -477,45 +446,25 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
                 )
 
 
-def _in_two_splits(
-    divided: dict[str, list[Row]], name_of: Callable[[Row], str]
-) -> dict[str, list[Row]]:
-    """Find the files or groups that are in more than one split.
-
-    `name_of` returns the file or group of a row. The result is a dictionary from such a file or
-    group to one row of each split that contains it.
-    """
-    by_name: dict[str, dict[str, Row]] = {}
-    for split, rows in divided.items():
-        for row in rows:
-            if name := name_of(row):
-                by_name.setdefault(name, {}).setdefault(split, row)
-    return {
-        name: list(by_split.values()) for name, by_split in by_name.items() if len(by_split) > 1
-    }
-
-
-def _check_files(divided: dict[str, list[Row]], path: Path) -> None:
-    if leaking := _in_two_splits(divided, lambda row: os.path.abspath(row.file)):
-        rows = next(iter(leaking.values()))
-        raise ValueError(
-            f"data.root={path}: {plural(len(leaking), 'file')} would be in two splits, e.g. "
-            f"{rows[0].file} ({_lines(rows)}); keep one line per file"
-        )
-
-
-def _check_groups(divided: dict[str, list[Row]], path: Path) -> None:
-    if leaking := _in_two_splits(divided, lambda row: row.group):
-        group, rows = next(iter(leaking.items()))
-        total = len({row.group for of_split in divided.values() for row in of_split if row.group})
-        raise ValueError(
-            f"data.root={path}: {len(leaking)} of {plural(total, 'group')} would be in two splits, "
-            f"e.g. {group} ({_lines(rows)}); give all lines of a group the same split or fold"
-        )
-
-
-def _lines(rows: list[Row]) -> str:
-    return " and ".join(f"line {row.line}" for row in rows)
+def _check_leaks(divided: dict[str, list[Row]], path: Path) -> None:
+    """Raise ValueError for a file or a group that is in more than one split."""
+    for kind, fix in (
+        ("file", "keep one line per file"),
+        ("group", "give all lines of a group the same split or fold"),
+    ):
+        # Name of a file or group -> the first row of each split that has it.
+        by_name: dict[str, dict[str, Row]] = defaultdict(dict)
+        for split, rows in divided.items():
+            for row in rows:
+                if name := os.path.abspath(row.file) if kind == "file" else row.group:
+                    by_name[name].setdefault(split, row)
+        leaking = [name for name, of_splits in by_name.items() if len(of_splits) > 1]
+        if leaking:
+            lines = [f"line {row.line}" for row in by_name[leaking[0]].values()]
+            raise ValueError(
+                f"data.root={path}: {len(leaking)} of {plural(len(by_name), kind)} would be in two "
+                f"splits, e.g. {leaking[0]} ({' and '.join(lines)}); {fix}"
+            )
 
 
 def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:

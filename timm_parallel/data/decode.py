@@ -85,7 +85,7 @@ def unreadable(name: str, error: Exception, kind: str = "image") -> UnreadableIm
     return UnreadableImageError(f"{name}: not a readable {kind} ({reason}); {fix}")
 
 
-def open_image(encoded: bytes) -> Image.Image:
+def open_image(encoded: bytes) -> Any:
     """Open an image with Pillow from the bytes of its file. Only the formats in IMAGE_FORMATS are
     accepted.
     """
@@ -115,7 +115,8 @@ def decoder_of(split: Split) -> str | None:
     """Describe which libraries decode the image files of a split. Returns None for a split that
     decodes no files.
     """
-    if not getattr(split, "decodes_files", False):
+    # A dataset of torchvision reads files through its attribute `loader`.
+    if not (hasattr(split, "encoded") or hasattr(getattr(split, "dataset", None), "loader")):
         return None
     return "PIL" if find_jpeg_decoder() is None else "torchcodec for JPEG files, PIL for others"
 
@@ -213,18 +214,18 @@ def _eight_bit(image: Any, max_value: float | None) -> Any:
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8))
 
 
-def pixel_notes(read: Callable[[int], bytes], count: int, max_value: float | None) -> list[str]:
-    """Describe the range of pixel values in images of more than 8 bits, among a sample of `count`
-    image files.
+def pixel_notes(split: Any) -> list[str]:
+    """Describe the range of pixel values in images of more than 8 bits, among a sample of the files
+    of a split.
 
-    `read`: function that reads the bytes of a file by its index. `max_value`: the value of
-    `data.max_value`.
+    `split`: has a method `encoded`, which reads the bytes of a file by its index, and a `max_value`
+    (data.max_value).
     """
-    sampled = range(0, count, math.ceil(count / SAMPLED) or 1)
+    sampled, max_value = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1), split.max_value
     ranges: dict[str, list[float]] = {}
     for index in sampled:
         # Reading the images of a batch reports unreadable files later.
-        with suppress(Exception), open_image(read(index)) as image:
+        with suppress(Exception), open_image(split.encoded(index)) as image:
             if _is_deep(image):
                 values = np.asarray(image)
                 finite = values[np.isfinite(values)]
@@ -254,8 +255,6 @@ def pixel_notes(read: Callable[[int], bytes], count: int, max_value: float | Non
 
 class Files:
     """A split of image files. Each file is decoded when its index is read."""
-
-    decodes_files = True
 
     def __init__(
         self,
@@ -289,9 +288,8 @@ class Files:
         path, label = self.files.read(index)
         return decode(path, mode=self.mode, max_value=self.max_value), label
 
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(lambda n: read_image(self.files[n][0]), len(self), self.max_value)
+    def encoded(self, index: int) -> bytes:
+        return read_image(self.files.read(index)[0])
 
 
 class TarSplit:
@@ -299,8 +297,6 @@ class TarSplit:
 
     The position, size and label of each image are kept in memory.
     """
-
-    decodes_files = True
 
     def __init__(
         self,
@@ -325,14 +321,10 @@ class TarSplit:
 
     def __getitem__(self, index: int) -> Sample:
         name = f"{self.tars[self.tar[index]]} at byte {self.offset[index]}"
-        image = decode(self._encoded(index), name, max_value=self.max_value)
+        image = decode(self.encoded(index), name, max_value=self.max_value)
         return image, int(self.labels[index])
 
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self._encoded, len(self), self.max_value)
-
-    def _encoded(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         with open(self.tars[self.tar[index]], "rb", buffering=0) as tar:
             tar.seek(int(self.offset[index]))
             return tar.read(int(self.size[index]))

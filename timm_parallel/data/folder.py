@@ -18,15 +18,13 @@ from typing import Any
 from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files, is_hidden
 from timm_parallel.data.fractions import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
-from timm_parallel.machine.text import first, plural
+from timm_parallel.machine.text import first
 
-# Map names that users give to the folder of a split, in lower case, to the name that data=folder
-# reads.
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "eval", "evaluation"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+# Names that users give to the folders of splits, in lower case.
+SPLIT_NAMES = (
+    *("train", "training", "test", "testing"),
+    *("val", "valid", "validation", "validate", "dev", "eval", "evaluation"),
+)
 
 
 class FolderDataset(ImageDataset):
@@ -59,7 +57,12 @@ class FolderDataset(ImageDataset):
             layout = "<class>/<image>" if is_divided else "train/<class>/ and val/<class>/"
             raise ValueError(f"data.root=null: set it to a folder with {layout}")
         if config.val_fraction is not None:
-            _check_class_folders(Path(config.root), is_trained=evaluated is None)
+            root = Path(config.root)
+            # Allow class folders with the names of splits in an evaluation, because the run may
+            # have been trained on them.
+            if evaluated is None:
+                _check_trained_classes(root, root, class_folders(root))
+            _check_split(root, root)
         elif evaluated is None:
             _check_trained_folder(Path(config.root))
         else:
@@ -202,96 +205,48 @@ def _group_of(path: str, data: DataConfig) -> str:
 def _check_trained_folder(root: Path) -> None:
     for folder in (root / "train", root / "val"):
         if not folder.is_dir():
-            _refuse_missing_split(root, folder)
+            names = class_folders(root) if root.is_dir() else []
+            fix = (
+                ""
+                if _are_splits(root, names)
+                else f", or {root}/<class>/ with data.val_fraction=0.2"
+            )
+            raise ValueError(
+                f"data.root={root}: no folder {folder}; expected {root}/train/<class>/ and "
+                f"{root}/val/<class>/{fix}; the folder has {first(names) or 'no folders'}"
+            )
     train = class_folders(root / "train")
-    _check_no_splits(root, root / "train", train, f"set data.root={root / 'train'}")
-    if len(train) < 2:
-        classes = f"only the class {train[0]}" if train else "no class folders"
-        raise ValueError(
-            f"data.root={root}: {classes} in {root / 'train'}; expected two classes or more: "
-            "train/<class>/<image>"
-        )
+    _check_trained_classes(root, root / "train", train)
     for folder in (root / "train", root / "val", root / "test"):
         if folder.is_dir():
             check_known_classes(folder, train, "train/")
             _check_split(root, folder)
 
 
-def _refuse_missing_split(root: Path, missing: Path) -> None:
-    """Raise ValueError because data.root has no folder train/ or val/. The message proposes a fix
-    for the folders that data.root does have.
+def _are_splits(folder: Path, names: list[str]) -> bool:
+    """Return True if folders in `folder` are probably splits and not classes. A class may have such
+    a name, such as `train` among vehicles. It is a split if it contains folders, or if all folders
+    have names of splits.
     """
-    splits = _split_folders(root, class_folders(root)) if root.is_dir() else {}
-    fix = f"expected {root}/train/<class>/ and {root}/val/<class>/"
-    if missing.name in splits.values():
-        fix = _renames({name: split for name, split in splits.items() if split == missing.name})
-    elif missing.name == "val" and "train" in splits:
-        # Do not propose data.val_fraction for this data.root, because train/ would then be read as
-        # a class.
-        fix += (
-            f"; to divide the images of train/, set data.root={missing.with_name('train')} and "
-            "data.val_fraction=0.2"
-        )
-    else:
-        fix += f", or {root}/<class>/ with data.val_fraction=0.2"
-    raise ValueError(f"data.root={root}: no folder {missing}; {fix}")
+    splits = [name for name in names if name.lower() in SPLIT_NAMES]
+    return any(len(splits) == len(names) or class_folders(folder / name) for name in splits)
 
 
-def _split_folders(root: Path, names: list[str]) -> dict[str, str]:
-    """Return the folders that are probably splits and not classes.
-
-    The result is a dictionary from folder name to train, val or test. A class may have such a name,
-    such as `train` among vehicles. So a folder counts as a split only if it contains folders, or if
-    all folders in `root` (`names`) have names of splits.
-    """
-    splits = {name: SPLIT_NAMES[name.lower()] for name in names if name.lower() in SPLIT_NAMES}
-    if len(splits) == len(names):
-        return splits
-    return {name: split for name, split in splits.items() if class_folders(root / name)}
-
-
-def _renames(splits: dict[str, str]) -> str:
-    return ", ".join(
-        f"rename {name}/ to {split}/" for name, split in splits.items() if name != split
-    )
-
-
-def _check_no_splits(root: Path, folder: Path, names: list[str], to_read_splits: str) -> None:
-    """Raise ValueError if class folders in `folder` are probably splits.
-
-    `to_read_splits`: text for the message, with the setting that reads these folders as splits.
-    """
-    splits = _split_folders(folder, names)
-    if not splits:
-        return
-    train = next((name for name, split in splits.items() if split == "train"), None)
-    if train is not None and "val" in splits.values():
-        fix = ", ".join(filter(None, (_renames(splits), to_read_splits)))
-    elif train is not None:
-        fix = f"set data.root={folder / train} to divide its images by data.val_fraction"
-    else:
-        fix = f"expected {folder}/<class>/<image>; rename the folder if it is a class"
-    listed = " and ".join(f"{name}/" for name in splits)
-    raise ValueError(
-        f"data.root={root}: {listed} in {folder} would be read as classes, but have the names "
-        f"of splits; {fix}"
-    )
-
-
-def _check_class_folders(root: Path, is_trained: bool) -> None:
-    if not root.is_dir():
-        raise ValueError(f"data.root={root}: no such folder; expected {root}/<class>/<image>")
-    names = class_folders(root)
-    # Allow class folders with the names of splits in an evaluation, because the run may have been
-    # trained on them.
-    if is_trained:
-        _check_no_splits(root, root, names, "set data.val_fraction=null")
-    if len(names) < 2:
-        classes = plural(len(names), "class folder")
+def _check_trained_classes(root: Path, folder: Path, names: list[str]) -> None:
+    """Raise ValueError if the class folders in `folder` are probably splits, or fewer than two."""
+    if _are_splits(folder, names):
         raise ValueError(
-            f"data.root={root}: has {classes}; expected two or more: {root}/<class>/<image>"
+            f"data.root={root}: folders in {folder} would be read as classes, but have the names "
+            f"of splits: {first(names)}; name them train, val and test and set "
+            f"data.root={folder} and data.val_fraction=null, or give the folder of one split as "
+            "data.root"
         )
-    _check_split(root, root)
+    if len(names) < 2:
+        classes = f"only the class {names[0]}" if names else "no class folders"
+        raise ValueError(
+            f"data.root={root}: {classes} in {folder}; expected two classes or more: "
+            f"{folder}/<class>/<image>"
+        )
 
 
 def _check_evaluated_folder(root: Path, split: str) -> None:

@@ -10,7 +10,7 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from timm_parallel.data.dataset import ImageDataset, InMemory
-from timm_parallel.data.decode import decode, from_pil, pixel_notes
+from timm_parallel.data.decode import decode, from_pil
 from timm_parallel.keys import DataConfig
 
 
@@ -73,7 +73,6 @@ class TorchvisionSplit:
 
     def __init__(self, dataset: Any, mode: str, max_value: float | None = None) -> None:
         self.dataset, self.mode, self.max_value = dataset, mode, max_value
-        self.decodes_files = hasattr(dataset, "loader")
         # Use the array of a dataset that holds all images in memory, such as CIFAR or MNIST. The
         # array is uint8 [N, H, W, 3] or [N, H, W].
         self.rows: InMemory | None = None
@@ -100,8 +99,6 @@ class HubSplit:
     warning.
     """
 
-    decodes_files = True
-
     def __init__(self, reader: Any, max_value: float | None = None) -> None:
         self.reader, self.max_value = reader, max_value
 
@@ -114,11 +111,7 @@ class HubSplit:
         with file:
             return decode(file.read(), name, max_value=self.max_value), int(label)
 
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self._encoded, len(self), self.max_value)
-
-    def _encoded(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         with self.reader[index][0] as file:
             return bytes(file.read())
 

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -276,9 +276,14 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
                 if record.get("exception") == NODE_LOST:
                     client.set("lost", "")
 
-    # Use a thread, because a call to a key-value store behind a broken network connection does not
-    # return.
-    thread = threading.Thread(target=publish, daemon=True)
+    _try_for_a_while(publish)
+
+
+def _try_for_a_while(call: Callable[[], object]) -> None:
+    """Run a call to a key-value store in a thread, because it may not return behind a broken
+    network connection. Return when it has ended, or after PUBLISH seconds.
+    """
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(timeout=PUBLISH)
 
@@ -302,11 +307,7 @@ def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
         with suppress(RuntimeError):
             records.extend(record for _, record in _published(store.clone(), world_size))
 
-    # Use a thread, because a call to a key-value store behind a broken network connection may not
-    # return.
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(timeout=PUBLISH)
+    _try_for_a_while(read)
     return records
 
 

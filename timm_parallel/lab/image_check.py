@@ -75,22 +75,6 @@ class Report:
     def has_problems(self) -> bool:
         return any(self.problems.values()) or any(self.measures.get(ABSENT, {}).values())
 
-    @property
-    def listed_problems(self) -> dict[str, list[list[CheckedImage]]]:
-        """Return the problems, so that each set of images appears only once, under the first kind
-        of problem that it has. For example, equal images in two splits that also have different
-        labels are listed as a leak only.
-        """
-        seen: set[tuple[tuple[str, int], ...]] = set()
-        listed: dict[str, list[list[CheckedImage]]] = {}
-        for kind, groups in self.problems.items():
-            named = {
-                tuple((image.split, image.index) for image in group): group for group in groups
-            }
-            listed[kind] = [group for name, group in named.items() if name not in seen]
-            seen |= named.keys()
-        return listed
-
 
 class ImageReader(Dataset[CheckedImage]):
     """Dataset that reads the images of all splits as training does. Worker processes of a
@@ -264,11 +248,8 @@ def show_check(report: Report) -> None:
     lines = [f"note: {note}" for note in report.notes]
     for rows in filter(None, (report.measures, report.classes)):
         lines += [pd.DataFrame.from_dict(rows, orient="index").to_string(max_rows=MAX_LINES), ""]
-    for kind, groups in report.listed_problems.items():
-        above = len(report.problems[kind]) - len(groups)
-        lines.append(
-            f"{kind}: {len(report.problems[kind])}" + (f" ({above} listed above)" if above else "")
-        )
+    for kind, groups in report.problems.items():
+        lines.append(f"{kind}: {len(groups)}")
         lines += [
             "  " + first([describe(image) for image in group], MAX_IMAGES)
             for group in groups[:MAX_LINES]

@@ -96,7 +96,7 @@ def reproduce_run(run: Path, steps: int) -> int:
             for name, value in was.items()
             if value and now.get(name) and value != now[name]
         },
-        "newer_files": _newer_files(run, config["data"]["root"], environment["time"]),
+        "newer_files": _newer_files(config["data"]["root"], environment["time"]),
     }
     write_json(run / CERTIFICATE, finite(certificate))
     print("\n".join(describe(certificate)), flush=True)
@@ -178,17 +178,7 @@ def _train(run: Path, folder: Path, more: list[str]) -> int:
         *("search.sampler=null", "cluster.scheduler=local", "cluster.nodes=1"),
     ]
     environment = {**os.environ, **no_repository(code)}
-    return subprocess.run(command, cwd=_cwd(run), env=environment, check=False).returncode
-
-
-def _cwd(run: Path) -> Path:
-    """Return the working directory in which a run was started. Relative paths in the saved config
-    start there.
-    """
-    path = run / ".hydra" / "hydra.yaml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    cwd = Path(yaml.safe_load(text)["hydra"]["runtime"]["cwd"]) if text else root()
-    return cwd if cwd.is_dir() else root()
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _differing(
@@ -234,13 +224,14 @@ def _end(run: Path) -> Result:
     return read_result(run) if (run / "result.json").is_file() else Result("interrupted")
 
 
-def _newer_files(run: Path, given: str | None, started: str) -> list[str]:
+def _newer_files(given: str | None, started: str) -> list[str]:
     """Return the data files that were written after a run began. A changed image keeps its
     fingerprint, because fingerprints do not cover the contents of files.
     """
     if given is None:
         return []
-    data = _cwd(run) / given
+    # config.yaml has the absolute path of the data.
+    data = Path(given)
     folder = data if data.is_dir() else data.parent
     files = [*(data.iterdir() if data.is_dir() else [data]), *image_files(folder)]
     # The recorded time is cut to whole seconds, so files of the same second do not count as newer.

@@ -14,16 +14,15 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from timm_parallel.cluster.slurm import queued_job
-from timm_parallel.config.compose import Command, compose_command, load_config, read_saved
+from timm_parallel.config.compose import Command, compose_command, load_config
 from timm_parallel.keys import (
     Config,
     ParallelConfig,
@@ -59,10 +58,6 @@ NOT_TRAINING = (
 )
 # Keys of which the ranks replace `auto`, because only they know the devices and the model.
 CHOSEN_BY_RANKS = ("train.precision", "model.channels_last")
-# Types of values that can be compared without loading a config with its types.
-PLAIN = (bool, int, float, str, type(None))
-NOWHERE = object()
-SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
@@ -82,7 +77,8 @@ def compose_run(arguments: Any, remembered: Path | None = None) -> Command:
         return command
     has_task = any(item.lstrip("+").startswith("task_name=") for item in overrides)
     task = command.config.task_name if has_task or resume == "auto_or_new" else "*"
-    folder = remembered or next(_unfinished(command.config, task), None)
+    unfinished = (folder for folder, _ in _unfinished(command.config, task))
+    folder = remembered or next(unfinished, None)
     if folder is None:
         where = f"in {command.config.paths.output_dir}" if task == "*" else f"of {task}"
         _refuse_or_start(command.config, f"no unfinished run {where}")
@@ -126,8 +122,7 @@ def folder_to_resume(config: ResolvedConfig, asked: Config) -> Path | None:
     """
     if config.resume not in AUTO:
         return None if config.resume is None else Path(config.resume)
-    for folder in _unfinished(config, skips=lambda other: _surely_differs(other, config, asked)):
-        saved = load_config(folder)
+    for folder, saved in _unfinished(config, config.task_name):
         kept = keep_chosen(config, saved, asked.train.accumulate == "auto")
         if all(is_below(key, NOT_TRAINING) for key, _, _ in _changes(kept, saved)):
             _show_choice(config.resume, folder)
@@ -213,18 +208,13 @@ def _has_training_keys(arguments: Any) -> bool:
     return bool(arguments.config_name) or not all(is_below(key, NOT_TRAINING) for key in keys)
 
 
-def _unfinished(
-    config: Config, task: str | None = None, skips: Callable[[Path], bool] = lambda folder: False
-) -> Iterator[Path]:
-    """Yield the folders of unfinished runs, the newest first. Runs that are in use or queued are
-    skipped, and so are jobs of a sweep.
+def _unfinished(config: Config, task: str) -> Iterator[tuple[Path, ResolvedConfig]]:
+    """Yield the folders and configs of unfinished runs, the newest first. Runs that are in use or
+    queued are skipped, and so are jobs of a sweep.
 
-    `task`: the task_name of the runs, `*` for all. The default is the task_name of the config.
-    `skips`: function that returns True for a folder to leave out, before its config is loaded.
+    `task`: the task_name of the runs, `*` for all.
     """
-    checkpoints = Path(config.paths.output_dir).glob(
-        f"{task or config.task_name}/*/*/checkpoints/last.pt"
-    )
+    checkpoints = Path(config.paths.output_dir).glob(f"{task}/*/*/checkpoints/last.pt")
     for folder in sorted(
         (path.parent.parent for path in checkpoints), key=lambda path: path.parts[-2:], reverse=True
     ):
@@ -234,44 +224,12 @@ def _unfinished(
             # Skip the jobs of a sweep, because the sweep itself continues them.
             if any((parent / "jobs.json").is_file() for parent in folder.parents[:3]):
                 continue
-            if skips(folder):
-                continue
-            load_config(folder)
-            yield folder
+            yield folder, load_config(folder)
         except ValueError as error:
             print(
                 f"resume=auto: skipped {folder}: {' '.join(mask(str(error)).split())}",
                 file=sys.stderr,
             )
-
-
-def _surely_differs(folder: Path, config: ResolvedConfig, asked: Config) -> bool:
-    """Return True if a plain value in config.yaml of a run shows that the run has another config.
-    Among many runs this saves time, because load_config needs 60 ms and a plain parser 2 ms.
-
-    `asked`: the config in which `auto` is not replaced.
-    """
-    try:
-        text = (folder / "config.yaml").read_text(encoding="utf-8")
-        tree = yaml.load(text, Loader=SafeLoader)
-    except (OSError, ValueError, YAMLError):
-        return False
-    # keep_chosen changes these keys to those of the run.
-    ignored: tuple[str, ...] = NOT_TRAINING
-    ignored += tuple(key for key, value, _ in leaves(config) if value == "auto")
-    if asked.train.accumulate == "auto":
-        ignored += ("train.accumulate", "data.batch_size", "data.batch_size_per_device")
-    for key, value, _ in leaves(config):
-        saved = tree
-        for part in key.split("."):
-            saved = saved.get(part, NOWHERE) if isinstance(saved, dict) else NOWHERE
-        # Texts may be references or hidden secrets, and the plain parser reads 1e-3 as a text.
-        is_text = isinstance(saved, str) and ("${" in saved or "***" in saved)
-        is_plain = isinstance(saved, PLAIN) and isinstance(value, PLAIN) and not is_text
-        is_comparable = isinstance(saved, str) == isinstance(value, str) or None in (saved, value)
-        if is_plain and is_comparable and saved != value and not is_below(key, ignored):
-            return True
-    return False
 
 
 def _show_choice(resume: str, folder: Path) -> None:
@@ -298,7 +256,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     # this machine.
     composed = folder / ".hydra" / "config.yaml"
     try:
-        tree = read_saved(composed if composed.exists() else folder / "config.yaml")
+        tree = OmegaConf.load(composed if composed.exists() else folder / "config.yaml")
         strategy = tree.parallel.get("strategy")
     except (OSError, YAMLError, KeyError, TypeError, AttributeError):
         raise ValueError(

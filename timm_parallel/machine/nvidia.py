@@ -84,9 +84,10 @@ class Driver:
             return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
+            supported = _cuda_version(version.value)
             return cls(
-                problem=f"the driver supports CUDA {_cuda_version(version.value)}, but torch is "
-                f"built for {torch_cuda}; update the driver"
+                problem=f"the driver supports CUDA {supported}, but torch is built for "
+                f"{torch_cuda}; update the driver, or install a torch built for CUDA {supported}"
             )
         if code := library.cuDeviceGetCount(ctypes.byref(count)):
             return cls(problem=_if_shown(_driver_error(library, "cuDeviceGetCount", code)))
@@ -143,29 +144,6 @@ def nvidia_device_files(root: Path = Path("/")) -> list[str]:
     """
     paths = [*(root / "proc/driver/nvidia/gpus").glob("*"), *(root / "dev").glob("nvidia[0-9]*")]
     return sorted(str(path) for path in paths)
-
-
-def listed() -> list[dict[str, Any]]:
-    """Query NVML for all NVIDIA devices of the machine. Return a dictionary per device with `name`
-    and `memory` (bytes, None if unknown).
-    """
-    devices = []
-    for index in range(_ask_nvml("nvmlDeviceGetCount") or 0):
-        handle = _ask_nvml("nvmlDeviceGetHandleByIndex", index)
-        memory = _ask_nvml("nvmlDeviceGetMemoryInfo", handle)
-        name = _ask_nvml("nvmlDeviceGetName", handle)
-        devices.append(
-            {"name": name or "unknown", "memory": None if memory is None else int(memory.total)}
-        )
-    return devices
-
-
-def driver_cuda() -> str | None:
-    """Return the newest CUDA version that the NVIDIA driver supports, e.g. `13.0`; None if it is
-    unknown.
-    """
-    number = _ask_nvml("nvmlSystemGetCudaDriverVersion_v2")
-    return None if number is None else _cuda_version(number)
 
 
 def driver_version() -> str | None:

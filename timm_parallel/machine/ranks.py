@@ -110,16 +110,16 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
             f"{present[0]}={environment[present[0]]}: is set, but {', '.join(missing)} is missing; "
             f"{fix}"
         )
-    for name in names:
-        if not environment[name].isdecimal():
-            raise ValueError(f"{name}={environment[name]}: expected an integer >= 0; {fix}")
-    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
-    if rank >= world_size:
-        raise ValueError(f"RANK={rank}: expected less than WORLD_SIZE={world_size}; {fix}")
-    if local_rank >= local_world_size:
+    # A text that is no number counts as -1, which is out of bounds.
+    given = [environment[name] for name in names]
+    rank, world_size, local_rank, local_world_size = (
+        int(text) if text.isdecimal() else -1 for text in given
+    )
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
+        shown = ", ".join(f"{name}={text}" for name, text in zip(names, given, strict=True))
         raise ValueError(
-            f"LOCAL_RANK={local_rank}: expected less than LOCAL_WORLD_SIZE={local_world_size}; "
-            f"{fix}"
+            f"{shown}: expected integers with RANK < WORLD_SIZE and LOCAL_RANK < "
+            f"LOCAL_WORLD_SIZE; {fix}"
         )
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     node = int(environment.get("GROUP_RANK", rank // local_world_size))

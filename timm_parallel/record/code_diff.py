@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from threading import Timer
 
 from timm_parallel.app import root
 from timm_parallel.machine.files import write_text
@@ -55,19 +54,13 @@ def _diff(root: Path) -> str:
     """Return the output of `git diff HEAD`, cut to LARGEST bytes and ended by a line that
     says so.
     """
-    git = subprocess.Popen(
-        ("git", "-C", root, *DIFF), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert git.stdout is not None
-    timer = Timer(SECONDS, git.kill)
-    timer.start()
-    with git:
-        output = git.stdout.read(LARGEST + 1)
-        if len(output) > LARGEST:
-            git.kill()
-    timer.cancel()
-    if git.returncode == 0:
-        return output.decode(errors="replace")
+    command = ("git", "-C", str(root), *DIFF)
+    try:
+        output = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True).stdout
+        if len(output) <= LARGEST:
+            return output.decode(errors="replace")
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        output = error.stdout or b""
     # Drop the incomplete last line, because a secret that is cut in two would not be masked.
     lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
     return f"{lines}{CUT}larger than {LARGEST:,} bytes, or git failed\n"

@@ -100,13 +100,15 @@ def new_jobs(folder: Path) -> Jobs:
 
 def read_jobs(folder: Path) -> Jobs:
     """Read jobs.json of a sweep folder. Raises ValueError if the file is missing or damaged."""
-    path = folder / "jobs.json"
+    path, quoted = folder / "jobs.json", shlex.quote(str(folder))
+    fix = (
+        f"; compare ended jobs of a sweep with: python scripts/report.py --out {quoted} $(dirname "
+        f"{quoted}/*/result.json)"
+    )
     try:
         values = read_json(path, FORMAT, "a sweep writes this file when it starts")
     except ValueError as error:
-        raise ValueError(
-            f"{error}; expected a sweep folder with its jobs.json{_report_without_jobs(folder)}"
-        ) from None
+        raise ValueError(f"{error}; expected a sweep folder with its jobs.json{fix}") from None
     known = {entry.name for entry in dataclasses.fields(Job)}
     try:
         jobs = [
@@ -122,24 +124,7 @@ def read_jobs(folder: Path) -> Jobs:
             values.get("order_seed"),
         )
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: damaged, or not of this project ({error}){_report_without_jobs(folder)}"
-        ) from None
-
-
-def _report_without_jobs(folder: Path) -> str:
-    """Format the command that writes a report on the ended jobs of a sweep. An error message about
-    an unreadable jobs.json shows this command.
-
-    The text is empty if no job has finished.
-    """
-    if not any(folder.glob("*/result.json")):
-        return ""
-    quoted = shlex.quote(str(folder))
-    return (
-        f"; compare its ended jobs with: python scripts/report.py --out {quoted} $(dirname "
-        f"{quoted}/*/result.json)"
-    )
+        raise ValueError(f"{path}: damaged, or not of this project ({error}){fix}") from None
 
 
 def now() -> str:

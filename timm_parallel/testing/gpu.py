@@ -20,6 +20,12 @@ EACH_ACCELERATOR = ("cpu", pytest.param("cuda", marks=ON_CUDA))
 ONLY_CUDA = (pytest.param("cuda", marks=ON_CUDA),)
 
 
+def on_gpus(count: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a test that needs several GPUs."""
+    has_too_few = torch.cuda.device_count() < count
+    return pytest.mark.gpu, pytest.mark.skipif(has_too_few, reason=f"fewer than {count} GPUs")
+
+
 @contextmanager
 def error_on_waits(accelerator: str) -> Iterator[None]:
     """Let torch raise an error when the CPU waits for the GPU. With the accelerator cpu, nothing

@@ -27,7 +27,6 @@ from timm.models import _builder
 from timm_parallel.app import current
 from timm_parallel.entry import run_command
 from timm_parallel.patches import (
-    check_files_first,
     create_model_with_filter,
     hydra_parser,
     keep_missing_values,
@@ -103,22 +102,6 @@ def test_patch_makes_hydra_share_the_config_store_instead_of_copying_the_store(
     assert copied == [store]
     share_config_store()
     assert copy.deepcopy(store) is store
-
-
-def test_patched_hydra_repository_checks_a_config_file_before_parsing_the_file(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "broken.yaml").write_text("a: [")
-    repository, checked = repository_of(f"file://{tmp_path}"), []
-
-    def refuse(path: Path) -> None:
-        checked.append(path)
-        raise ValueError("refused")
-
-    check_files_first(repository, refuse)
-    with pytest.raises(ValueError, match=r"^refused$"):
-        repository.load_config("broken")
-    assert checked == [tmp_path / "broken.yaml"]
 
 
 def test_patched_hydra_loader_keeps_a_missing_value_over_that_of_an_earlier_file(

@@ -260,7 +260,7 @@ REFUSED = [
     (job(time="00:01:00"), r"cluster\.signal_seconds=90: .* cluster\.time=00:01:00 \(60 s\)"),
     (job(time="0-00:01:30"), r"cluster\.signal_seconds=90: .* \(90 s\)"),
     (job(memory="lots"), "cluster.memory=lots: "),
-    (job(account="a\nb"), "cluster.account='a.*nb': "),
+    (job(account="a\nb"), "cluster.account=a\nb: "),
     (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm "),
 ]
 

@@ -112,34 +112,6 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    ("strategy", "devices", "is_printed"), [("ddp", 2, False), ("ddp", 8, True), ("dp", 8, True)]
-)
-def test_train_py_prints_one_notice_when_parallel_devices_exceed_cpu_cores(
-    strategy: str,
-    devices: int,
-    is_printed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    machine_of(monkeypatch, 0)
-    monkeypatch.setattr(hardware, "cores", lambda: 2)
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: 0)
-    words = [
-        f"parallel={strategy}",
-        f"parallel.devices={devices}",
-        f"hydra.run.dir={tmp_path / 'run'}",
-    ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    assert run_command(app) == 0
-    out, err = capsys.readouterr()
-    lines = [line for line in (out + err).splitlines() if line.startswith("parallel.devices=8: ")]
-    assert len(lines) == int(is_printed), lines
-    assert all("cores (2)" in line for line in lines)
-
-
 def test_core_count_notice_is_omitted_when_ranks_are_started_externally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

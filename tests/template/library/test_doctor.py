@@ -24,12 +24,11 @@ from timm_parallel.lab.doctor.examine import (
     strategies_to_try,
     try_strategy,
 )
+from timm_parallel.machine.nvidia import CudaDevice, Driver
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Train
 
 pytestmark = pytest.mark.portable
-
-GPU = {"name": "a GPU", "memory": 80 * GIB}
 
 
 def facts(gpus: int = 0, **changes: Any) -> MachineReport:
@@ -38,10 +37,10 @@ def facts(gpus: int = 0, **changes: Any) -> MachineReport:
     saying |= {"devices": gpus}
     return MachineReport(
         **{
-            "devices": [GPU] * gpus,
-            "visible": gpus,
+            "cuda": Driver(
+                tuple(CudaDevice(n, "a GPU", 80 * GIB, f"GPU-{n}") for n in range(gpus))
+            ),
             "driver": "580.1" if gpus else None,
-            "driver_cuda": "13.0" if gpus else None,
             "torch": saying,
             "cores": 16,
             "shm": 8 * GIB,
@@ -97,13 +96,16 @@ def test_doctor_reports_broken_torch_disk_or_shared_memory_with_a_remedy(
     assert ("Training cannot start" in as_text(machine, findings)) is stops
 
 
-@pytest.mark.parametrize(
-    ("visible", "remedy"), [(2, "built for CUDA 12.8 or older"), (0, "CUDA_VISIBLE_DEVICES")]
-)
-def test_doctor_suggests_remedy_when_torch_sees_no_gpu(visible: int, remedy: str) -> None:
-    machine = facts(2, driver_cuda="12.8", visible=visible)
+def test_doctor_suggests_remedy_when_torch_sees_no_gpu() -> None:
+    machine = facts(2)
     machine.torch["devices"] = 0
-    assert remedy in remedies(findings_of(machine))["GPUs"]
+    assert "--force-reinstall" in remedies(findings_of(machine))["GPUs"]
+
+
+def test_doctor_names_the_reason_of_the_driver_when_no_gpu_can_be_used() -> None:
+    machine = facts(0, cuda=Driver(problem="cuInit failed (CUDA_VISIBLE_DEVICES=7)"))
+    finding = next(finding for finding in findings_of(machine) if finding.name == "GPUs")
+    assert "cuInit failed" in finding.text and finding.remedy and not finding.stops
 
 
 @pytest.mark.parametrize(

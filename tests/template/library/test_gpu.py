@@ -21,7 +21,7 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
-from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA, on_gpus
 
 # Disable TF32, which convolutions of cuDNN use by default, to compare losses with those on a CPU.
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -79,6 +79,53 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
         leaf.device.type for leaf in tree_leaves(contents) if isinstance(leaf, torch.Tensor)
     } == {"cpu"}
     assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE[precision])
+
+
+TWO = ("parallel.devices=2",)
+# Ways to train on several GPUs, with the number of GPUs that each needs.
+ON_SEVERAL = [
+    *((2, (f"parallel={name}", *TWO)) for name in ("dp", "ddp", "fsdp")),
+    *((2, (f"parallel={name}", *TWO, "parallel.device_ids=[1,0]")) for name in ("dp", "ddp")),
+    (4, ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2")),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(way, marks=on_gpus(count)) for count, way in ON_SEVERAL], ids=str
+)
+def test_loss_on_several_gpus_matches_that_on_a_cpu(
+    train: Train, loss_on_cpu: float, overrides: tuple[str, ...]
+) -> None:
+    words = ("parallel.accelerator=cuda", "train.precision=fp32", "model.channels_last=false")
+    done = train(*overrides, *words, environment=WITHOUT_TF32)
+    assert done.returncode == 0, done.output
+    assert done.result["proof"]["hashes_equal"]
+    assert done.result["train"]["loss"] == pytest.approx(loss_on_cpu, abs=TOLERANCE["fp32"])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("output_device", [pytest.param(1, marks=on_gpus(2))])
+def test_dp_trains_with_class_weights_when_the_loss_is_on_another_gpu_than_the_first(
+    train: Train, output_device: int
+) -> None:
+    words = ("parallel=dp", *TWO, f"parallel.output_device={output_device}")
+    done = train(*words, "parallel.accelerator=cuda", "train.class_weights=auto")
+    assert done.returncode == 0, done.output
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [pytest.param(2, marks=on_gpus(2))])
+def test_concurrent_jobs_of_a_sweep_use_different_gpus(train: Train, jobs: int) -> None:
+    sweep = train.base / "sweep"
+    words = ("-m", "parallel=single", "parallel.accelerator=cuda", "optim.lr=1e-3,1e-4")
+    done = train(*words, f"sweep.jobs={jobs}", f"hydra.sweep.dir={sweep}")
+    assert done.returncode == 0, done.output
+    facts = [json.loads(path.read_text()) for path in sweep.glob("*/environment.json")]
+    assert len({entry["devices"][0]["uuid"] for entry in facts}) == 2
 
 
 JOBS = {"sweep": ("optim.lr=1e-3,1e-4",), "search": ("search=optuna", "search.n_trials=2")}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.template.runs import ROOT
 from timm_parallel.testing.commands import Train
-from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA
+from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA, on_gpus
 
 FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -24,12 +25,15 @@ each_accelerator = pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 
 
 def overrides(accelerator: str) -> list[str]:
-    """Return the overrides of a run with two ranks on one device."""
+    """Return the overrides of a run with two ranks on one device. With `nccl`, each rank has a GPU
+    of its own.
+    """
+    backend = "nccl" if accelerator == "nccl" else "gloo"
     shared = [
         "parallel=ddp",
         "parallel.devices=2",
-        "parallel.backend=gloo",
-        f"parallel.accelerator={accelerator}",
+        f"parallel.backend={backend}",
+        f"parallel.accelerator={'cpu' if accelerator == 'cpu' else 'cuda'}",
     ]
     return [
         *shared,
@@ -40,12 +44,16 @@ def overrides(accelerator: str) -> list[str]:
     ]
 
 
-def fault_environment(kind: str, mark: Path) -> dict[str, str]:
-    """Build environment variables that inject a fault into rank 1, in the forward pass
-    of step 7.
+def fault_environment(kind: str, mark: Path, rank: int = 1) -> dict[str, str]:
+    """Build environment variables that inject a fault into a rank, in the forward pass of step
+    7.
     """
     path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
+    return {
+        "PYTHONPATH": path,
+        "FAULT": f"{kind}:{rank}:7:the forward pass",
+        "FAULT_MARK": str(mark),
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,8 +62,9 @@ def fault_environment(kind: str, mark: Path) -> dict[str, str]:
         ("cpu", "stop", "rank 1 does not answer"),
         pytest.param("cuda", "stop", "rank 1 does not answer", marks=ON_CUDA),
         pytest.param("cuda", "kill", "rank 1 was killed by SIGKILL", marks=ON_CUDA),
+        pytest.param("nccl", "kill", "rank 1 was killed by SIGKILL", marks=on_gpus(2)),
     ],
-    ids=["stopped-cpu", "stopped-cuda", "killed-cuda"],
+    ids=["stopped-cpu", "stopped-cuda", "killed-cuda", "killed-nccl"],
 )
 def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     train: Train, accelerator: str, kind: str, message: str
@@ -64,7 +73,7 @@ def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     assert done.returncode == 1 and message in done.stderr, done.output
 
 
-@each_accelerator
+@pytest.mark.parametrize("accelerator", [*EACH_ACCELERATOR, pytest.param("nccl", marks=on_gpus(2))])
 def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
     train: Train, accelerator: str
 ) -> None:
@@ -78,8 +87,36 @@ def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
         environment=environment,
     )
     assert done.returncode == 1, done.output
+    assert sorted(statuses(sweep)) == ["done", "out_of_memory"], done.output
+
+
+def statuses(sweep: Path) -> list[str]:
     jobs = json.loads((sweep / "jobs.json").read_text(encoding="utf-8"))["jobs"]
-    assert sorted(job["status"] for job in jobs) == ["done", "out_of_memory"], done.output
+    return [job["status"] for job in jobs]
+
+
+@pytest.mark.parametrize("accelerator", ONLY_CUDA)
+def test_sweep_continues_after_a_batch_that_exceeds_the_memory_of_the_gpu(
+    train: Train, accelerator: str
+) -> None:
+    sweep = train.base / "sweep"
+    done = train(
+        *("-m", "parallel=single", f"parallel.accelerator={accelerator}", "data=synthetic"),
+        *("data.kwargs.num_samples=8192", "data.limit_train=null", "data.image_size=224"),
+        *("data.batch_size=8192,32", "model=resnet18", "model.name=resnet50"),
+        *("train.max_steps=2", "train.evaluate_every=0", "train.precision=fp32"),
+        *("model.channels_last=false", f"hydra.sweep.dir={sweep}"),
+    )
+    assert statuses(sweep) == ["out_of_memory", "done"], done.output
+
+
+@pytest.mark.parametrize("accelerator", ONLY_CUDA)
+def test_device_side_assert_ends_the_run(train: Train, accelerator: str) -> None:
+    mark = train.base / "mark"
+    words = ("parallel=single", f"parallel.accelerator={accelerator}", "train.max_steps=8")
+    done = train(*words, environment=fault_environment("device_assert", mark, rank=0))
+    assert time.time() - float(mark.read_text(encoding="utf-8").split()[0]) < 15
+    assert (done.returncode, done.result["failure"]["rank"]) == (1, 0), done.output
 
 
 @each_accelerator

@@ -79,27 +79,19 @@ def test_image_folder_with_missing_splits_or_classes_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("layout", "fraction", "fixes"),
+    ("layout", "fraction", "key"),
     [
-        (
-            "Training VALIDATION testing",
-            0.2,
-            ["rename VALIDATION/ to val/", "rename Training/ to train/"],
-        ),
-        ("train val", 0.2, ["data.val_fraction=null"]),
-        ("train test", 0.2, ["data.root={root}/train"]),
-        ("train valid", None, ["rename valid/ to val/"]),
-        ("Train val", None, ["rename Train/ to train/"]),
-        ("train test", None, ["data.root={root}/train", "data.val_fraction=0.2"]),
-        (
-            "train/train train/valid val/train",
-            None,
-            ["rename valid/ to val/", "data.root={root}/train"],
-        ),
+        ("Training VALIDATION testing", 0.2, "data.val_fraction=null"),
+        ("train val", 0.2, "data.val_fraction=null"),
+        ("train test", 0.2, "data.val_fraction=null"),
+        ("train valid", None, "valid"),
+        ("Train val", None, "Train"),
+        ("train test", None, "test"),
+        ("train/train train/valid val/train", None, "valid"),
     ],
 )
-def test_error_for_split_folders_among_class_folders_names_the_fix(
-    tmp_path: Path, layout: str, fraction: float | None, fixes: list[str]
+def test_split_folders_among_class_folders_are_refused(
+    tmp_path: Path, layout: str, fraction: float | None, key: str
 ) -> None:
     image_folder(tmp_path, dict.fromkeys(layout.split(), GOOD))
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -107,8 +99,7 @@ def test_error_for_split_folders_among_class_folders_names_the_fix(
             Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=fraction))
         )
     message = str(refusal.value)
-    assert message.startswith(f"data.root={tmp_path}: ")
-    assert all(fix.format(root=tmp_path) in message for fix in fixes)
+    assert message.startswith(f"data.root={tmp_path}: ") and key in message
     # The error must not suggest data.root itself as the folder of the classes, because its
     # subfolders are splits.
     assert f"{tmp_path}/<class>/ with" not in message

@@ -94,7 +94,7 @@ MISTAKES = {
     "~optim=adamw": "optim=adamw",
     "~tracker": "tracker=none",
     # These values have a wrong notation or a wrong type.
-    "optim.lr = 0.1": "no space next to =",
+    "optim.lr = 0.1": "optim.lr=…",
     "optim.lr": "optim.lr=…",
     "optim.lr=": "a number",
     "optim.lr=1,e-3": "one value",

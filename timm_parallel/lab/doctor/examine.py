@@ -20,6 +20,7 @@ from timm_parallel.app import current, root
 from timm_parallel.keys import STRATEGIES, ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware, nvidia
+from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.record.result import read_result
@@ -88,13 +89,9 @@ def _run(command: list[str]) -> tuple[str, str]:
 class MachineReport:
     """Hardware and versions of this machine, and the results of trial runs. Sizes are in bytes."""
 
-    # The GPUs of this machine as NVML lists them, regardless of CUDA_VISIBLE_DEVICES.
-    devices: list[dict[str, Any]] = field(default_factory=nvidia.listed)
-    # Number of GPUs that CUDA_VISIBLE_DEVICES leaves visible.
-    visible: int = field(default_factory=lambda: len(hardware.visible_cuda_devices()))
+    # GPUs of this process, or the reason why torch can use none.
+    cuda: Driver = field(default_factory=hardware.cuda)
     driver: str | None = field(default_factory=nvidia.driver_version)
-    # The newest CUDA version that the driver supports.
-    driver_cuda: str | None = field(default_factory=nvidia.driver_cuda)
     torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor.probe"))
     cores: int = field(default_factory=hardware.cores)
     # Free bytes in /dev/shm, through which loader workers pass batches. None on a system without
@@ -205,7 +202,7 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
     """
     if any(finding.stops for finding in findings_of(facts)):
         return {}
-    several = facts.visible or min(2, facts.cores)
+    several = len(facts.cuda.devices) or min(2, facts.cores)
     single = {name: 1 for name in STRATEGIES if ParallelConfig(name).has_one_device}
     others = {name: several for name in STRATEGIES if name not in single}
     return single | others if several > 1 else single
@@ -216,11 +213,11 @@ def advice(facts: MachineReport) -> str:
     devices failed, else one device.
     """
     parallel = ParallelConfig()
-    parallel.choose_strategy(several=facts.visible > 1)
+    parallel.choose_strategy(several=len(facts.cuda.devices) > 1)
     if facts.tries.get(parallel.strategy):
         parallel = ParallelConfig()
         parallel.choose_strategy(several=False)
-    devices = 1 if parallel.has_one_device else facts.visible
+    devices = 1 if parallel.has_one_device else len(facts.cuda.devices)
     without_workers = " data.workers=0" if facts.shm is not None and facts.shm < GIB else ""
     return (
         f"python train.py parallel={parallel.strategy} parallel.devices={devices}{without_workers}"
@@ -251,23 +248,21 @@ def _torch(facts: MachineReport) -> Finding:
 
 
 def _devices(facts: MachineReport) -> Finding:
-    if not facts.devices:
+    if facts.cuda.problem is not None:
+        remedy = "as it says; in a container, give it --gpus all; then unset CUDA_VISIBLE_DEVICES"
+        return Finding("GPUs", f"none can be used: {facts.cuda.problem}", remedy)
+    if not facts.cuda.devices:
         return Finding(
             "GPUs", "an Apple GPU" if facts.torch.get("mps") else "none; training uses CPU devices"
         )
-    names = ", ".join(f"{d['name']} ({(d['memory'] or 0) / GIB:.0f} GiB)" for d in facts.devices)
-    seen = facts.torch.get("devices", 0)
-    text = (
-        f"{len(facts.devices)}: {names}; driver {facts.driver} for CUDA {facts.driver_cuda}; "
-        f"torch sees {seen}"
+    names = ", ".join(
+        f"{device.name} ({(device.memory_bytes or 0) / GIB:.0f} GiB)"
+        for device in facts.cuda.devices
     )
-    remedy = (
-        f"install a torch built for CUDA {facts.driver_cuda} or older, or a newer driver; in a "
-        f"container, give it --gpus all; unset CUDA_VISIBLE_DEVICES, with which {facts.visible} "
-        "GPUs are visible"
-    )
-    is_fine = seen > 0 or "error" in facts.torch
-    return Finding("GPUs", text, None if is_fine else remedy)
+    text = f"{len(facts.cuda.devices)}: {names}; driver {facts.driver}"
+    # The trial steps would fail too, but quick=true leaves them out.
+    is_fine = facts.torch.get("devices") or "error" in facts.torch
+    return Finding("GPUs", text, None if is_fine else f"torch sees none of them: {REINSTALL}")
 
 
 def _storage(facts: MachineReport) -> list[Finding]:

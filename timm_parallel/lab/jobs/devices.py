@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from timm_parallel.keys import Config
-from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
+from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.machine import hardware
 
 
@@ -69,19 +69,3 @@ def jobs_at_a_time(key: str, jobs: int | str, config: Config) -> int | None:
             f"{key} to the number of concurrent trials"
         )
     return None
-
-
-def why_alone(scheduler: DeviceScheduler, needs: set[Requirement]) -> str:
-    """Return the reason why this machine can run only one job of a sweep or search at a time. The
-    text is empty if two jobs fit on the machine. `needs`: the devices that different jobs need.
-    """
-    if not needs or any(scheduler.concurrent_jobs(need) > 1 for need in needs):
-        return ""
-    need = max(needs, key=lambda need: need.count)
-    present = len(scheduler.devices[need.kind])
-    share = f"a job takes {min(need.count, present)} of {present}"
-    if need.kind == "cpu":
-        return (
-            f"{share} cores, so jobs run one at a time; parallel.threads_per_device=1 lets more run"
-        )
-    return f"{share} {need.kind} devices, so jobs run one at a time"

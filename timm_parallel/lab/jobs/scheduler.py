@@ -82,13 +82,6 @@ class DeviceScheduler:
         )
         return none_free or len(self.held) == self.max_jobs
 
-    def concurrent_jobs(self, need: Requirement) -> int:
-        """Return the number of jobs that can run at the same time if every job needs the devices
-        `need`.
-        """
-        fit = 1 if need.alone else len(self.devices[need.kind]) // self._count(need)
-        return fit if self.max_jobs is None else min(fit, self.max_jobs)
-
     def _count(self, need: Requirement) -> int:
         """Return the number of devices to assign to a job. A job that needs more devices than the
         machine has gets all of them, for example 4 CPU ranks on 2 cores.

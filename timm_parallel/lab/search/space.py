@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from timm_parallel.config.compose import Command, read_saved, to_config
+from timm_parallel.config.compose import Command, to_config
 from timm_parallel.config.explain import explain
 from timm_parallel.config.suggest import is_known, key_hint
-from timm_parallel.keys import Config, leaves
+from timm_parallel.keys import Config
 from timm_parallel.lab.sweep.points import Point, make_point, settle, task_overrides
 from timm_parallel.machine.files import write_text
 
@@ -230,9 +230,9 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             for override in ends[-1]:
                 trial_point(base, [override], 0, is_complete=False)
         except ValueError as error:
-            fix = "; for integers use int(interval(a,b))" if _is_fractional(dimension) else ""
             raise ValueError(
-                f"{dimension.name}={dimension.text}: a searched value is not valid: {error}{fix}"
+                f"{dimension.name}={dimension.text}: a searched value is not valid: {error}; for "
+                "integers use int(interval(a,b))"
             ) from error
     for corner in _corners(ends):
         reason = trial_point(base, corner, 0).reason
@@ -250,12 +250,6 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
     return [
         trial_point(base, corner, 0, is_complete=False).config for corner in _corners(data_ends)
     ]
-
-
-def _is_fractional(dimension: Dimension) -> bool:
-    """Return True if a searched key holds an integer, but its range contains fractions."""
-    types = {key: entry.type.split(" | ") for key, _, entry in leaves(Config())}
-    return isinstance(dimension.low, float) and "int" in types.get(dimension.name, ())
 
 
 def _corners(ends: list[list[str]]) -> list[list[str]]:
@@ -325,7 +319,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     """
     path = folder / FROZEN
     try:
-        tree = read_saved(path)
+        tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
     except (OSError, AssertionError, YAMLError):
         raise ValueError(

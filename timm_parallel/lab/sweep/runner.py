@@ -15,7 +15,7 @@ from importlib import import_module
 from types import FrameType
 
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.lab.jobs.devices import devices_here, need_of, why_alone
+from timm_parallel.lab.jobs.devices import devices_here, need_of
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config, write_job_folder
 from timm_parallel.lab.jobs.local_job import LocalJob, Watch
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
@@ -136,10 +136,6 @@ class Runner(ABC):
                 return self._say_stopped(stop.number)
 
     def _run(self) -> None:
-        if self.max_jobs != 1 and (
-            why := why_alone(self._scheduler, {self._need(job) for job in self.waiting()})
-        ):
-            self._board.say(why)
         # Import nothing early on a single core, because an import would slow the job down.
         early = list(self.needed_at_end) if hardware.cores() > 1 else []
         while True:

@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 
 from src.schema import ResolvedConfig
 from src.train.run import train as train_all_steps
-from tests.template.runs import resolved, start_run
+from tests.template.runs import assert_equal_trees, resolved, start_run, training_of
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
@@ -131,33 +131,6 @@ def train(
 
 def curves(folder: Path) -> list[dict[str, Any]]:
     return without_times(list(read_metrics(folder / "metrics.jsonl")))
-
-
-def training_of(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint except the record of attempts and commands, and the
-    seconds of training, which differ between an uninterrupted and a resumed run.
-    """
-    contents["progress"].pop("seconds")
-    return {
-        key: value
-        for key, value in contents.items()
-        if key not in ("made_by", "segments", "config")
-    }
-
-
-def assert_equal_trees(one: Any, other: Any, where: str = "") -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal_trees(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_equal_trees(a, b, f"{where}/{index}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
 
 
 @pytest.fixture(scope="module")

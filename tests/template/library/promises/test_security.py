@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import psutil
 import pytest
 
 from tests.template.runs import ROOT
-from timm_parallel.config.compose import read_saved
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
@@ -27,7 +25,7 @@ from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import HidingFormatter, mask
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.commands import Train
 
 CONTENTS: dict[str, Any] = {
     "model": {},
@@ -64,32 +62,6 @@ def test_run_files_and_checkpoints_are_private_under_umask_077(tmp_path: Path) -
     assert wrong == []
 
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 8)
-)
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [("--config-path", BOMB), ("--config-dir", BOMB), ("resume", "a: &a {b: *a}\n")],
-)
-def test_yaml_file_whose_aliases_expand_to_millions_of_values_is_refused(
-    refuse: Refuse, tmp_path: Path, option: str, text: str
-) -> None:
-    place = tmp_path / "conf"
-    (place / "experiment").mkdir(parents=True)
-    for name in ("config.yaml", "experiment/bomb.yaml"):
-        (place / name).write_text(text)
-    words = {
-        "--config-path": ("--config-path", str(place), "--config-name", "config"),
-        "--config-dir": ("--config-dir", str(place), "experiment=bomb"),
-        "resume": (f"resume={place}",),
-    }
-    began = time.monotonic()
-    assert str(place) in refuse(*words[option])
-    assert time.monotonic() - began < 10
-
-
 ESCAPES = "\x1b[2J\x9b31m\u202e\x07"
 
 
@@ -109,11 +81,6 @@ def test_control_characters_of_file_and_class_names_are_escaped_in_printed_outpu
         assert "\\x1b[2J" in shown and not any(
             character in shown for character in "\x1b\x9b\u202e\x07"
         )
-
-
-def test_yaml_file_with_few_aliases_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("a: &a {x: 1}\nb: *a\n")
-    assert read_saved(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1}}
 
 
 def test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside_tmp(
