@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -160,6 +161,7 @@ def _try_to_record(
     arguments of `record_end`.
     """
     if ended.folder_problem:
+        _remove_leftovers(folder)
         return
     try:
         record_end(config, folder, *outcome)
@@ -169,6 +171,22 @@ def _try_to_record(
             file=console,
             flush=True,
         )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete files that a rank wrote into the run folder while the user was deleting the folder
+    with `rm -rf`, which then left the folder behind.
+    """
+    # Delete nothing if the folder has a config.yaml, because then another run uses the folder's
+    # name.
+    if (folder / "config.yaml").exists():
+        return
+    for path in failure_files(folder):
+        path.unlink(missing_ok=True)
+    for path in (folder / "checkpoints", folder / "logs", folder):
+        # Skip a folder that is not empty or no longer exists.
+        with suppress(OSError):
+            path.rmdir()
 
 
 def record_end(

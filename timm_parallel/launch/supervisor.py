@@ -79,8 +79,7 @@ def run_ranks(
     # 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name, str(folder)]
     oom_kills_before = hardware.oom_kills()
-    place = RunFolder(folder)
-    with terminate_descendants():
+    with RunFolder(folder) as place, terminate_descendants():
         if config.parallel.has_ranks:
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:

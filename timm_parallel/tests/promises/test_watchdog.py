@@ -450,9 +450,7 @@ def test_run_folder_does_not_count_as_deleted_when_the_file_system_reports_error
     def fail(path: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    (tmp_path / "config.yaml").touch()
-    folder = RunFolder(tmp_path)
-    with monkeypatch.context() as patched:
+    with RunFolder(tmp_path) as folder, monkeypatch.context() as patched:
         patched.setattr(Path, "stat", fail)
         assert folder.is_gone() == is_gone
 
