@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "val", "test")
 IGNORED = ImageDataset.ignored
+# Formats, in Pillow's names, that keep numbers exactly. TIFF files may be compressed with losses.
+LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
+LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
+# Tag of a TIFF that says if 0 is black or white.
+PHOTOMETRIC = 262
 # Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
 STRETCHED = {"L;2": 3, "L;4": 15}
 # Number of masks whose palettes are compared with that of each mask.
@@ -217,14 +222,8 @@ def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colo
     colors: Colors = {}
     try:
         with open_image(encoded) as image:
-            if image.format != "PNG" or image.mode not in ("L", "P", "1"):
-                raise ValueError(
-                    f"a {image.format} of mode {image.mode}; expected a PNG of class numbers with "
-                    "at most 8 bits per pixel, gray or with a palette"
-                )
-            # Only an image that is not loaded yet has its raw mode.
-            largest = STRETCHED.get(image.tile[0][3], 255)
-            numbers = np.array(image, np.uint8)
+            _check_format(image)
+            largest, numbers = _largest_number(image), np.array(image, np.uint8)
             if image.mode == "P":
                 table, colors = _palette(image, classes, ignore_index)
                 numbers = table[numbers]
@@ -237,6 +236,33 @@ def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colo
         numbers = np.rint(numbers * (largest / 255)).astype(np.uint8)
     mask = torch.from_numpy(numbers)
     return mask.masked_fill(mask == ignore_index, IGNORED), colors
+
+
+def _check_format(mask: Any) -> None:
+    """Raise ValueError if the format of a PIL image does not keep class numbers."""
+    expected = "expected a PNG of class numbers with 8 bits per pixel, gray or with a palette"
+    if mask.format not in LOSSLESS or mask.info.get("compression") in LOSSY_TIFF:
+        raise ValueError(
+            f"{mask.format} files may change numbers; {expected}, never saved with losses"
+        )
+    if mask.mode not in ("L", "P", "1"):
+        raise ValueError(f"its mode is {mask.mode}; {expected}")
+    # Pillow inverts these numbers. In an image of 1 bit, white is the class 1 in any format.
+    if mask.mode == "L" and mask.format == "TIFF" and mask.tag_v2.get(PHOTOMETRIC) == 0:
+        raise ValueError(f"it is a TIFF in which 0 is white; {expected}")
+
+
+def _largest_number(mask: Any) -> int:
+    """Return the largest number that the file of a gray PIL image can store.
+
+    Pillow stretches numbers of fewer than 8 bits to 0..255. Only an image that is not loaded yet
+    has this information.
+    """
+    arguments = mask.tile[0][3]
+    raw_mode, *more = (arguments,) if isinstance(arguments, str) else arguments
+    if mask.format == "PPM" and more:
+        return int(more[0])
+    return STRETCHED.get(str(raw_mode)[:3], 255)
 
 
 def _palette(mask: Any, classes: int, ignore_index: int) -> tuple[Any, Colors]:

@@ -590,6 +590,26 @@ def packed(bits: int) -> Write:
     return write
 
 
+def pgm(largest: int) -> Write:
+    def write(path: Path, mask: np.ndarray) -> None:
+        height, width = mask.shape
+        header = f"P5 {width} {height} {largest}\n".encode()
+        path.with_suffix(".pgm").write_bytes(header + mask.tobytes())
+
+    return write
+
+
+def inverted_tiff(path: Path, mask: np.ndarray) -> None:
+    """Write a TIFF whose number 0 is white."""
+    height, width = mask.shape
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 0, 273: 8, 278: height, 279: mask.size}
+    pixels = mask.tobytes() + bytes(mask.size % 2)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(pixels))
+    path.with_suffix(".tif").write_bytes(header + pixels + directory)
+
+
 def saved(suffix: str, **options: Any) -> Write:
     return lambda path, mask: Image.fromarray(mask).save(path.with_suffix(suffix), **options)
 
@@ -636,6 +656,9 @@ def test_masks_and_overlays_are_written_for_each_image_that_decode_reads(
 EXACT: dict[str, Write] = {
     "gray 2 bits": packed(2),
     "gray 4 bits": packed(4),
+    "gray TIFF": saved(".tif", compression="tiff_lzw"),
+    "PGM of 200": pgm(200),
+    "GIF": saved(".gif"),
     "colors": with_palette([(0, 0, 0), (9, 0, 0), (0, 9, 0), (9, 9, 9)], [0, 1, 2, 3]),
     "grays in another order": with_palette(gray_ramp(3, 1, 0, 2), [2, 1, 3, 0]),
     "visible grays": with_palette(gray_ramp(0, 85, 170, 255), [0, 1, 2, 3]),
@@ -660,7 +683,8 @@ UNCERTAIN: dict[str, Write] = {
     "JPEG named PNG": lambda path, mask: Image.fromarray(mask).save(
         path.with_suffix(".png"), "JPEG", quality=100
     ),
-    "TIFF": saved(".tiff"),
+    "TIFF of JPEG": saved(".tiff", compression="jpeg"),
+    "TIFF with white first": lambda path, mask: inverted_tiff(path, mask + 251),
     "white before black": with_palette(gray_ramp(255, 0), [1, 0, 0, 0]),
     "visible grays in another order": with_palette(gray_ramp(0, 255, 90, 180), [0, 2, 3, 1]),
 }
