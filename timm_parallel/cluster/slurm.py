@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from timm_parallel.app import current, root
 from timm_parallel.keys import ClusterConfig, Config
@@ -22,6 +23,7 @@ from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.text import plural
 
+T = TypeVar("T")
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
 # Exit code of a run that stopped after SIGUSR1, which is signal 10 on Linux. The number is written
 # out, because signal.SIGUSR1 differs on other systems such as macOS.
@@ -238,27 +240,32 @@ def address_of_step(node: int, nodes: int) -> NodeAddress:
     return NodeAddress(node, nodes, str(resolved), FIRST_PORT + (job * 16 + step) % PORTS)
 
 
+def patiently(ask: Callable[[], T], pause: float = 1.0) -> T:
+    """Return an answer of Slurm. Ask again for a minute if its controller does not answer, because
+    it may be busy or restarting. `pause`: seconds between two questions.
+    """
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return ask()
+        except ValueError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(pause)
+
+
 def wait_for(job: str) -> int:
     """Wait until a Slurm job has ended, also if Slurm queues it again meanwhile. Return the exit
     code of the job. For a job array, return the highest exit code of its tasks.
     """
     # Keep the exit codes of ended tasks, because scontrol soon omits these tasks.
     codes: dict[str, int] = {}
-    answered_at = time.monotonic()
     while True:
-        try:
-            tasks = _facts("job", job)
-            answered_at = time.monotonic()
-        # The Slurm controller may be busy or restarting, so try again for a minute.
-        except ValueError:
-            if time.monotonic() - answered_at > PATIENCE_SECONDS:
-                raise
-        else:
-            codes |= {
-                task["JobId"]: _exit_code(task) for task in tasks if task["JobState"] in ENDED
-            }
-            if all(task["JobState"] in ENDED for task in tasks):
-                return max(codes.values())
+        tasks = patiently(lambda: _facts("job", job))
+        ended = [task for task in tasks if task["JobState"] in ENDED]
+        codes |= {task["JobId"]: _exit_code(task) for task in ended}
+        if len(ended) == len(tasks):
+            return max(codes.values())
         time.sleep(1)
 
 

@@ -253,7 +253,17 @@ def pixel_notes(split: Any) -> list[str]:
     return notes
 
 
-class Files:
+class ImageFiles:
+    """Base class of splits of image files, which a method `encoded` reads by index."""
+
+    max_value: float | None
+
+    def pixel_notes(self) -> list[str]:
+        """Describe the range of pixels of more than 8 bits in a sample of the images."""
+        return pixel_notes(self)
+
+
+class Files(ImageFiles):
     """A split of image files. Each file is decoded when its index is read."""
 
     def __init__(
@@ -292,7 +302,7 @@ class Files:
         return read_image(self.files.read(index)[0])
 
 
-class TarSplit:
+class TarSplit(ImageFiles):
     """A split of images in tar files, read by index without unpacking.
 
     The position, size and label of each image are kept in memory.

@@ -60,8 +60,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for name in ("sbatch", "jobs_in_queue", "cancel"):
         monkeypatch.setattr(submitted, name, getattr(made, name))
     monkeypatch.setattr(submitted, "state_of", lambda job: "OUT_OF_MEMORY")
-    for name in ("LOOK_SECONDS", "PATIENCE_SECONDS"):
-        monkeypatch.setattr(submitted, name, 0.0)
+    monkeypatch.setattr(submitted, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("timm_parallel.cluster.slurm.PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(submitted, "FILES_SECONDS", 0.2)
     monkeypatch.setattr(
         "timm_parallel.cluster.slurm.shutil.which", lambda program: f"/usr/bin/{program}"

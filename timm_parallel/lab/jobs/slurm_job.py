@@ -14,6 +14,7 @@ from timm_parallel.cluster.slurm import (
     SCRIPT,
     cancel,
     jobs_in_queue,
+    patiently,
     sbatch,
     state_of,
     write_script,
@@ -27,8 +28,6 @@ from timm_parallel.record.result import Result, read_status
 
 # Time between two queries of Slurm's queue. It is long, because all users share the controller.
 LOOK_SECONDS = 3.0
-# Time without an answer of Slurm's controller after which a search ends with an error.
-PATIENCE_SECONDS = 60.0
 # Statuses of a trial that Slurm has not started, or has stopped and will start again.
 CONTINUES = (None, "interrupted")
 # Time after which a network file system shows what another node has written.
@@ -59,15 +58,8 @@ class SlurmQueue:
         """Query Slurm's queue now and return the id of the job with the batch script `script`, or
         None. Retry for up to a minute if the controller does not answer.
         """
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                self._look()
-                return self._jobs.get(str(script))
-            except ValueError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(LOOK_SECONDS)
+        patiently(self._look, LOOK_SECONDS)
+        return self._jobs.get(str(script))
 
     def submit(self, script: Path) -> str:
         self._jobs[str(script)] = job = sbatch(script)
