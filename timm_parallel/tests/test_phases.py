@@ -19,7 +19,6 @@ from small.pair import Pair
 from small.points import Points
 from small.task import Position
 from torch import Tensor, nn
-from torch.nn import functional
 
 from timm_parallel import Batch, Training
 from timm_parallel.machine.ranks import Ranks
@@ -393,14 +392,6 @@ class Noisy(Position):
         return super().losses(networks, batch.replace(image=batch.image + noise), phase)
 
 
-class Dropping(Noisy):
-    """Noisy with dropout of pixels, which draws from the generator of torch."""
-
-    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
-        dropped = functional.dropout(batch.image, 0.3)
-        return super().losses(networks, batch.replace(image=dropped), phase)
-
-
 CLOSURE = (f"optim.opt={HERE}.Closure",)
 
 
@@ -409,7 +400,9 @@ def test_optimizer_with_a_closure_trains_like_one_that_gets_gradients(
 ) -> None:
     """Every computation of the loss has the same batches, draws and dropout."""
     Closure.losses.clear()
-    assert_alike(train("Dropping", f"optim.opt={HERE}.Descent"), train("Dropping", *CLOSURE))
+    dropout = "+model.kwargs.dropout=0.3"
+    expected = train("Noisy", dropout, f"optim.opt={HERE}.Descent")
+    assert_alike(expected, train("Noisy", dropout, *CLOSURE))
     assert Closure.losses[::2] == Closure.losses[1::2] and len(Closure.losses) == 4
 
 

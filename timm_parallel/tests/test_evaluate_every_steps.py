@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.template.runs import run_warm
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import read_lines
+from timm_parallel.testing.ranks import train_warm
+from timm_parallel.tests.small_runs import resolved, weights_of
 
-EVERY_TWO = (
-    *("model=tiny", "data.limit_train=60", "data.batch_size=12", "train.epochs=2"),
-    *("train.evaluate_every=0", "train.evaluate_every_steps=2", "parallel.accelerator=cpu"),
-)
+EVERY_TWO = (*("train.epochs=2", "train.evaluate_every=0", "train.evaluate_every_steps=2"),)
 
 
 def evaluated_losses(folder: Path) -> dict[int, float]:
@@ -27,34 +25,30 @@ def evaluated_losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
 
-def last_weights(folder: Path) -> dict[str, torch.Tensor]:
-    contents = torch.load(folder / "checkpoints/last.pt", weights_only=True)
-    weights: dict[str, torch.Tensor] = contents["model"]
-    return weights
+def run_warm(folder: Path, *overrides: str) -> Path:
+    return train_warm(resolved(*EVERY_TWO, *overrides), folder)
 
 
 @pytest.mark.slow(seconds=3)
 def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) -> None:
-    words = (*EVERY_TWO, "parallel=single", "+model.kwargs.drop_rate=0.2", "data.augment.hflip=0.5")
-    often = last_weights(run_warm(tmp_path / "often", *words))
-    never = last_weights(run_warm(tmp_path / "never", *words, "train.evaluate_every_steps=null"))
+    dropout = "+model.kwargs.dropout=0.2"
+    often = weights_of(run_warm(tmp_path / "often", dropout))
+    never = weights_of(run_warm(tmp_path / "never", dropout, "train.evaluate_every_steps=null"))
     assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_run_that_stops_between_two_evaluations_resumes_bit_for_bit(tmp_path: Path) -> None:
-    words = (*EVERY_TWO, "parallel=single")
-    whole = run_warm(tmp_path / "whole", *words)
-    run_warm(tmp_path / "parts", *words, "train.max_steps=3")
-    parts = run_warm(tmp_path / "parts", *words)
-    one, other = last_weights(whole), last_weights(parts)
+    whole = run_warm(tmp_path / "whole")
+    run_warm(tmp_path / "parts", "train.max_steps=3")
+    parts = run_warm(tmp_path / "parts")
+    one, other = weights_of(whole), weights_of(parts)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert evaluated_losses(parts).items() >= evaluated_losses(whole).items()
 
 
 @pytest.mark.slow(seconds=1)
 def test_early_stop_ends_a_run_within_an_epoch(tmp_path: Path) -> None:
-    words = ("train.early_stop=1", "optim.lr=1e-12", "optim.warmup_lr=0", "optim.warmup_epochs=0")
-    folder = run_warm(tmp_path / "run", *EVERY_TWO, "parallel=single", *words)
+    folder = run_warm(tmp_path / "run", "train.early_stop=1", "optim.lr=1e-12")
     assert read_result(folder).steps == 4
