@@ -12,9 +12,10 @@ import torch
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import train_warm
-from timm_parallel.tests.small_runs import resolved, weights_of
+from timm_parallel.tests.small_runs import contents_of, resolved, weights_of
 
 EVERY_TWO = (*("train.epochs=2", "train.evaluate_every=0", "train.evaluate_every_steps=2"),)
+WHOLE_EPOCHS = ("train.epochs=9", "train.evaluate_every=1", "train.evaluate_every_steps=null")
 
 
 def evaluated_losses(folder: Path) -> dict[int, float]:
@@ -37,18 +38,35 @@ def test_evaluations_within_an_epoch_do_not_change_the_training(tmp_path: Path) 
     assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
-@pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
-def test_run_that_stops_between_two_evaluations_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole = run_warm(tmp_path / "whole")
-    run_warm(tmp_path / "parts", "train.max_steps=3")
-    parts = run_warm(tmp_path / "parts")
+def test_run_that_max_steps_ends_between_two_evaluations_resumes_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    dropout = "+model.kwargs.dropout=0.2"
+    whole = run_warm(tmp_path / "whole", dropout)
+    run_warm(tmp_path / "parts", dropout, "train.max_steps=3")
+    parts = run_warm(tmp_path / "parts", dropout)
     one, other = weights_of(whole), weights_of(parts)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert evaluated_losses(parts).items() >= evaluated_losses(whole).items()
+    means = [contents_of(folder)["progress"]["epoch_means"] for folder in (whole, parts)]
+    assert means[0] == means[1]
 
 
-@pytest.mark.slow(seconds=1)
-def test_early_stop_ends_a_run_within_an_epoch(tmp_path: Path) -> None:
-    folder = run_warm(tmp_path / "run", "train.early_stop=1", "optim.lr=1e-12")
-    assert read_result(folder).steps == 4
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (("train.early_stop=1",), 4),
+        # Both ranks stop after three of nine epochs.
+        (("train.early_stop=2", *WHOLE_EPOCHS, "parallel=ddp", "parallel.devices=2"), 15),
+    ],
+    ids=["single", "ddp"],
+)
+def test_early_stop_ends_a_run_after_evaluations_that_are_not_better(
+    tmp_path: Path, overrides: tuple[str, ...], steps: int
+) -> None:
+    # The weights hardly move, so no evaluation after the first is better.
+    result = read_result(run_warm(tmp_path / "run", "optim.lr=1e-12", *overrides))
+    assert (result.status, result.steps) == ("done", steps)

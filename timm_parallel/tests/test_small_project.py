@@ -28,6 +28,7 @@ from small.config import Config, DataConfig, ResolvedConfig
 from small.data import Scattered, Spots
 from small.model import Tiny
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from timm_parallel import Run, Training, compose, resolve
@@ -119,7 +120,11 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
 
         @contextmanager
         def training(self) -> Iterator[Training]:
-            stop = self.parts.strategy.group.stop
+            strategy, modules = self.parts.strategy, self.parts.state.modules.values()
+            # fsdp shards each network and each average.
+            parameters = [parameter for module in modules for parameter in module.parameters()]
+            assert {isinstance(of, DTensor) for of in parameters} == {strategy.shards}
+            stop = strategy.group.stop
             with super().training() as started:
                 steps = started.steps
 
