@@ -32,10 +32,12 @@ def resolved(*overrides: str) -> ResolvedConfig:
     return app.own_resolved(configs.resolved(*words))
 
 
-def start_run(config: ResolvedConfig, folder: Path) -> Run:
-    """Build a run in this process, and resume it if its folder has a checkpoint."""
+def start_run(
+    config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
+) -> Run:
+    """Build a run on this rank, and resume it if its folder has a checkpoint."""
     folder.mkdir(exist_ok=True)
-    return training.start(config, folder, Ranks(), None)
+    return training.start(config, folder, ranks or Ranks(), store)
 
 
 def take_steps(run: Run) -> Iterator[dict[str, float | None]]:
