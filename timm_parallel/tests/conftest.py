@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ def app() -> App[Config, ResolvedConfig]:
     return project.app
 
 
-@pytest.fixture(autouse=True)
-def small_project_is_current(
-    app: App[Config, ResolvedConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(apps, "_current", app)
+# Of each module, so that also its fixtures train the small project.
+@pytest.fixture(scope="module", autouse=True)
+def small_project_is_current(app: App[Config, ResolvedConfig]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apps, "_current", app)
+        yield

@@ -21,16 +21,13 @@ from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.build import build_run
 from src.train.run import train
 from tests.template.runs import resolved, start_run
-from timm_parallel.batch import Batch
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.lockstep import LockstepNetworks
-from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts, evaluation_networks
-from timm_parallel.task import Task
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
@@ -183,46 +180,6 @@ def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_e
         assert sum(sizes[name][0] for sizes in of_ranks) == total, name
         # fsdp splits tensors only between rows, so rank 0 holds slightly more than a third.
         assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
-
-
-class Squares(Task[Any]):
-    """Task that only has losses, of a model and of a network that it does not train."""
-
-    def __init__(self) -> None:
-        pass
-
-    def losses(self, networks: Any, batch: Batch, phase: str) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs = networks.model(batch.image) + networks.teacher(batch.image)
-        return (outputs - batch.target).square().mean(1), {}
-
-
-def gradient_of_two_networks(ranks: Any, store: Any) -> tuple[list[bool], list[float]]:
-    """Return whether the parameters of two networks are sharded, and the gradient of one."""
-    strategy = build_strategy(fsdp(ranks.world_size).parallel, ranks, store)
-    torch.manual_seed(0)
-    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
-    networks = Networks({"model": model, "teacher": teacher})
-    strategy.shard(networks, None)
-    targets = torch.full((4, 2), float(ranks.rank))
-    batch = Batch({"image": torch.ones(4, 3), "target": targets})
-    losses, _ = strategy.wrap(PhaseStep(Squares(), networks, "train"))(batch)
-    losses.mean().backward()
-    assert model.bias.grad is not None
-    whole = strategy.whole(model.bias.grad).tolist()
-    strategy.close()
-    return [isinstance(of.weight, DTensor) for of in (model, teacher)], whole
-
-
-@pytest.mark.processes
-@pytest.mark.slow(seconds=2)
-def test_fsdp_shards_each_network_of_a_task_and_averages_gradients() -> None:
-    torch.manual_seed(0)
-    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
-    outputs = model(torch.ones(8, 3)) + teacher(torch.ones(8, 3)).detach()
-    (outputs - torch.arange(2.0).repeat_interleave(4)[:, None]).square().mean().backward()
-    assert model.bias.grad is not None
-    expected = pytest.approx(model.bias.grad.tolist())
-    assert in_ranks(gradient_of_two_networks, 2) == [([True, True], expected)] * 2
 
 
 @pytest.mark.processes

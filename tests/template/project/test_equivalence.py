@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from src.schema import ResolvedConfig
-from tests.template.runs import resolved, run_warm, train_run
+from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
@@ -170,20 +170,3 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(
     assert min(trained("clip_grad", "single").steps("train/grad_norm")) > 0.5, (
         "expected clipping in every step"
     )
-
-
-@pytest.mark.slow(seconds=3)
-@pytest.mark.processes
-def test_early_stop_ends_both_ddp_ranks_after_the_same_epoch_as_single(tmp_path: Path) -> None:
-    # The weights hardly move, so no epoch after the first is better.
-    settings = (
-        "data.limit_train=96",
-        "data.batch_size=24",
-        "optim.lr=1e-12",
-        "train.epochs=9",
-        "train.early_stop=2",
-    )
-    alone = read_result(run_warm(tmp_path / "single", *settings, "parallel=single"))
-    both = read_result(run_warm(tmp_path / "ddp", *settings, "parallel=ddp", "parallel.devices=2"))
-    assert (alone.status, alone.epochs, alone.steps) == ("done", 3, 12)
-    assert (both.status, both.epochs, both.steps, both.world_size) == ("done", 3, 12, 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ import timm.optim
 import torch
 from torch import nn
 
+from src.app import app
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
-from src.train.optim import build_optimizer, build_schedule, waits_for_scaler
+from src.train.optim import build_learning, build_optimizer, build_schedule, waits_for_scaler
 from tests.template.runs import resolved
+from timm_parallel import Metric, Task
 from timm_parallel.config.timm_names import timm_optimizers
 
 # Optimizers of Apex and bitsandbytes need CUDA and more packages.
@@ -250,3 +252,38 @@ def test_wrong_class_or_argument_of_a_custom_optimizer_is_refused(own_optimizer:
 def test_misspelled_name_of_own_code_is_refused(key: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(key)}={re.escape(name)}: no such"):
         resolved(f"{key}={name}")
+
+
+class InPhases(Task[Any]):
+    """Task of a fork with two phases and a loss of its own."""
+
+    phases = {"model": ("model",), "critic": ("critic",)}
+    metrics = {"loss": Metric()}
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("+optim.of={generator: {lr: 1}}",), "optim.of.generator"),
+        (("+optim.of={critic: {rate: 1}}",), "optim.of.critic.rate=1"),
+        (("train.loss=bce",), "train.loss=bce"),
+    ],
+)
+def test_key_that_does_not_fit_the_phases_or_loss_of_a_task_is_refused(
+    words: tuple[str, ...], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(app.tasks, "phases", f"{__name__}.InPhases")
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b"):
+        resolved("train.task=phases", *words)
+
+
+def test_keys_of_a_phase_change_its_optimizer_alone() -> None:
+    config = resolved("optim.lr=0.1")
+    config.optim.of = {"critic": {"opt": "sgd", "lr": 0.02}}
+    strategy: Any = SimpleNamespace(shards=False, device=torch.device("cpu"))
+    built = {
+        phase: build_learning(config, strategy, 5, phase, {phase: nn.Linear(2, 2)}).optimizer
+        for phase in ("model", "critic")
+    }
+    of_phase = {name: (type(of).__name__, of.param_groups[0]["lr"]) for name, of in built.items()}
+    assert of_phase == {"model": ("AdamW", 0.1), "critic": ("SGD", 0.02)}

@@ -21,7 +21,7 @@ import evaluate as entry
 from scripts import export, predict
 from src.schema import ResolvedParallel, TrainConfig
 from src.tasks.regression import Regression
-from tests.template.runs import losses_of, resolved, run_warm, task_of
+from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -74,18 +74,11 @@ def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_regression_trains_equally_under_every_strategy(colors: Path, tmp_path: Path) -> None:
-    results, losses = [], []
-    for name, devices in (("single", 1), ("ddp", 2)):
-        words = (f"data.root={colors}", f"parallel={name}", f"parallel.devices={devices}")
-        folder = run_warm(tmp_path / name, *SMALL, *words, "train.log_every=1")
-        results.append(read_result(folder))
-        losses.append(losses_of(folder))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    for metric in ("loss", "mae", "rmse", "r2"):
-        assert results[0].val[metric] == pytest.approx(results[1].val[metric], rel=1e-4)
-    assert results[0].val["mae_per_number"].keys() == set(NAMES)
-    assert "targets      2: red, green" in (folder / "logs" / "rank_0.log").read_text()
+def test_regression_run_records_the_error_of_each_number_and_logs_their_names(
+    trained: Path,
+) -> None:
+    assert read_result(trained).val["mae_per_number"].keys() == set(NAMES)
+    assert "targets      2: red, green" in (trained / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Loss and metrics of a training step are means over the images of all ranks, replicas and
-accumulated batches.
+"""Tests of the losses and numbers of a training step, of autocast, and of the refusal of a
+BatchNorm that gets one value per channel.
 """
 
 from __future__ import annotations
@@ -11,73 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from src.schema import ResolvedConfig
 from src.train.build import build_run
-from tests.template.runs import parts_of, resolved, take_steps, task_of
+from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, autocast
-from timm_parallel.testing.ranks import in_ranks
-
-# A run of three steps: the first report covers two steps, the second the last one of the epoch. The
-# model has no BatchNorm.
-COMMON = ("parallel.accelerator=cpu", "train.log_every=2", "optim=sgd", "optim.lr=0.01")
-IN_CHUNKS = (
-    "parallel=dp",
-    "parallel.devices=3",
-    "data.batch_size=25",
-    "data.limit_train=75",
-)
-SPREADS = {
-    "dp": IN_CHUNKS,
-    "dp_accumulating": (*IN_CHUNKS, "data.limit_train=150", "train.accumulate=2"),
-    "ddp": ("parallel=ddp", "parallel.devices=3", "data.batch_size=24", "data.limit_train=72"),
-    "accumulating": (
-        "parallel=single",
-        "data.batch_size=12",
-        "data.limit_train=72",
-        "train.accumulate=2",
-    ),
-}
-
-
-def reported_means(ranks: Ranks, store: Any, config: ResolvedConfig) -> list[dict[str, float]]:
-    parts = parts_of(config, ranks, store)
-    try:
-        return [
-            {name: numbers[f"train/{name}"] or 0.0 for name in ("loss", "acc")}
-            for numbers in take_steps(parts)
-        ]
-    finally:
-        parts.strategy.close()
-
-
-def means_of_single(config: ResolvedConfig) -> list[dict[str, float]]:
-    """Train on the same images in one batch per step."""
-    batch, images = config.global_batch * config.train.accumulate, config.data.limit_train
-    overrides = ("parallel=single", f"data.batch_size={batch}", f"data.limit_train={images}")
-    return reported_means(Ranks(), None, resolved(*COMMON, *overrides))
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    "spread", [pytest.param("ddp", marks=pytest.mark.processes), *sorted(SPREADS.keys() - {"ddp"})]
-)
-def test_train_loss_and_accuracy_under_dp_ddp_and_accumulation_match_those_of_single(
-    spread: str,
-) -> None:
-    config = resolved(*COMMON, *SPREADS[spread])
-    expected = means_of_single(config)
-    assert len(expected) == 2
-    assert all(means["acc"] > 0 for means in expected), "accuracies of zero would match trivially"
-    of_ranks = (
-        in_ranks(reported_means, 3, config)
-        if spread == "ddp"
-        else [reported_means(Ranks(), None, config)]
-    )
-    for actual in of_ranks:
-        assert actual == [pytest.approx(means, abs=1e-6) for means in expected]
 
 
 def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None:

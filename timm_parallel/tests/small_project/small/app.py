@@ -16,8 +16,12 @@ app = App(
     resolved=ResolvedConfig,
     run="small.training.train",
     rules="small.config.problems",
-    tasks={"position": "small.task.Position"},
-    datasets={"spots": "small.data.Spots"},
+    tasks={
+        "position": "small.task.Position",
+        "pair": "small.pair.Pair",
+        "points": "small.points.Points",
+    },
+    datasets={"spots": "small.data.Spots", "scattered": "small.data.Scattered"},
     preload=("small.training",),
     trial=("train.epochs=1",),
 )

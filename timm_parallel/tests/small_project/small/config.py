@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import timm_parallel
-from timm_parallel import key
+from timm_parallel import key, option_problems
 
 # Keys that the training function of this project does not read, with their only allowed values.
 FIXED = {
@@ -32,11 +34,23 @@ class DataConfig(timm_parallel.DataConfig):
 
 
 @dataclass
+class OptimConfig(timm_parallel.OptimConfig):
+    """Config group `optim`, with keys for each phase of a task."""
+
+    of: dict[str, dict[str, Any]] = key({}, help="Keys of `optim` that differ in a phase.")
+
+    def of_phase(self, phase: str) -> OptimConfig:
+        """Return the keys of a phase: these ones, changed by optim.of.<phase>."""
+        return dataclasses.replace(self, of={}, **self.of.get(phase, {}))
+
+
+@dataclass
 class Config(timm_parallel.Config):
     """All config keys of the small project."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 @dataclass
@@ -52,3 +66,5 @@ def problems(config: Config) -> Iterator[str]:
     for name, allowed in FIXED.items():
         if (value := attrgetter(name)(config)) != allowed:
             yield f"{name}={value}: not supported by this project; use {name}={allowed}"
+    for phase, changed in config.optim.of.items():
+        yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)

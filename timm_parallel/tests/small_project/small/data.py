@@ -34,3 +34,22 @@ class Spots(ImageDataset):
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         return TRAIN
+
+
+class Scattered(Spots):
+    """Noise with zero to three bright pixels. The field `points` has their positions, [K, 2]."""
+
+    targets = ("points",)
+
+    def __init__(self, config: DataConfig) -> None:
+        import torch
+
+        draw = torch.Generator().manual_seed(1)
+        samples = []
+        for count in torch.randint(4, (TRAIN + VAL,), generator=draw).tolist():
+            row, column = torch.randint(SIDE, (2, count), generator=draw)
+            image = torch.rand(3, SIDE, SIDE, generator=draw) * config.noise
+            image[:, row, column] = 1
+            points = torch.stack([row, column], 1) / (SIDE - 1)
+            samples.append(((image * 255).to(torch.uint8), {"points": points}))
+        self.train, self.val = samples[:TRAIN], samples[TRAIN:]

@@ -12,9 +12,10 @@ from small.data import SIDE
 class Tiny(nn.Module):
     """Convolution and linear layer, from images [B, 3, SIDE, SIDE] to numbers [B, outputs]."""
 
-    def __init__(self, outputs: int, width: int) -> None:
+    def __init__(self, outputs: int, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Flatten())
+        convolution = nn.Conv2d(3, width, 3, padding=1)
+        self.features = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Dropout(dropout))
         self.head = nn.Linear(width * SIDE * SIDE, outputs)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 from torch.distributed import Store
+from torch.optim import Optimizer
 
 from small.config import ResolvedConfig
 from small.data import MEAN, SIDE, STD
@@ -32,6 +33,9 @@ from timm_parallel import (
     load_dataset,
 )
 
+# Each rank reads its tiny images itself, without loader workers.
+WORKERS = 0
+
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -44,20 +48,24 @@ class Preprocessing:
 
 
 def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
-    """Train as one rank of a run. Continue from the newest checkpoint in the run folder, if there
-    is one. All ranks must call this function.
+    """Train as one rank of a run. All ranks must call this function."""
+    with start(config, folder, ranks, store).training() as training:
+        for step in training.steps():
+            training.log(step.train())
+
+
+def start(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> Run:
+    """Build a run on this rank. Continue from the newest checkpoint in the run folder, if there is
+    one. All ranks must call this function.
     """
     # Seed every rank alike, so that every rank and every strategy starts from the same weights.
     torch.manual_seed(config.seed)
     try:
         strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
         strategy.choose_precision(config.train)
-        run = Run(build(config, strategy), folder)
+        return Run(build(config, strategy), folder)
     except ValueError as error:
         raise RefusedError(str(error)) from error
-    with run.training() as training:
-        for step in training.steps():
-            training.log(step.train())
 
 
 def build(config: ResolvedConfig, strategy: Strategy) -> RunParts:
@@ -75,17 +83,30 @@ def build(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         strategy.group,
         batch_size=config.global_batch,
         seed=config.seed,
+        accumulate=config.train.accumulate,
         limit=config.data.limit_train,
+        workers=WORKERS,
     )
     val_loader = EvalLoader(
-        dataset.val, task, prefetcher, strategy.group, batch_size=config.global_batch
+        dataset.val,
+        task,
+        prefetcher,
+        strategy.group,
+        batch_size=config.global_batch,
+        workers=WORKERS,
     )
     # The schedule ends with train.epochs and does not depend on train.max_steps, so that a run that
     # max_steps has stopped can continue.
-    total = config.train.epochs * train_loader.sampler.batches_per_epoch
+    batches = config.train.epochs * train_loader.sampler.batches_per_epoch
+    total = batches // config.train.accumulate
 
     def learning(phase: str, networks: dict[str, nn.Module]) -> Learning:
-        optimizer = create_optimizer_v2(networks["model"], opt=config.optim.opt, lr=config.optim.lr)
+        optim, trained = config.optim.of_phase(phase), nn.ModuleDict(networks)
+        if optim.is_own:
+            own_class = import_class("optim.opt", optim.opt, Optimizer)
+            optimizer = own_class(trained.parameters(), lr=optim.lr)  # type: ignore[call-arg]
+        else:
+            optimizer = create_optimizer_v2(trained, opt=optim.opt, lr=optim.lr)
         return Learning(optimizer, CosineLRScheduler(optimizer, t_initial=total, t_in_epochs=False))
 
     networks = build_networks(task, model, device)

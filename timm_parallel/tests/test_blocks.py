@@ -19,11 +19,11 @@ from timm_parallel.launch.resume import compose_run
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 
-SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
+ONE_THREAD = "parallel.threads_per_device=1"
 
 
 def points(*overrides: str) -> list[Point]:
-    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    return expand(hydra_parser().parse_args(["-m", ONE_THREAD, *overrides]))[1]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_c
     jobs = frozen(tmp_path, five, repeats=1)
     # Edit the saved configs, so that they differ from the current files in conf/.
     for path in tmp_path.glob("configs/*/config.yaml"):
-        path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
+        path.write_text(path.read_text().replace("epochs: 3", "epochs: 9"))
     append_block(jobs)
     assert [
         load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.template.runs import ROOT, resolved
 from timm_parallel.launch import supervisor
 from timm_parallel.machine.process import terminate_descendants
+from timm_parallel.tests.small_runs import resolved
 
+LIBRARY = Path(__file__).parents[3]
 DEAF = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
     "flush=True); time.sleep(600)"
@@ -68,7 +70,7 @@ time.sleep(600)
 def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        command, cwd=LIBRARY, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stderr == "", "the rank must end by the signal, not by an exception"
     rank, until = psutil.Process(int(done.stdout)), time.monotonic() + 60
@@ -84,9 +86,7 @@ def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
 
 
 def test_environment_of_ranks_contains_the_pid_of_the_launcher() -> None:
-    assert supervisor._environment(resolved("parallel=single").parallel)["RUN_LAUNCHER"] == str(
-        os.getpid()
-    )
+    assert supervisor._environment(resolved().parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 
 @pytest.mark.processes

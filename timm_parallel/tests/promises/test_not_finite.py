@@ -13,24 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from src.train.run import train as train_all_steps
-from tests.template.runs import resolved, start_run
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.state import checkpoint
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.tests.small_runs import resolved, start_run, take_steps
 
-SETTINGS = (
-    "print_config=false",
-    "model=tiny",
-    "data.batch_size=16",
-    "data.limit_train=96",
-    "train.epochs=2",
-    "optim.warmup_epochs=0",
-    "parallel.threads_per_device=1",
-    "train.log_every=3",
-    "checkpoint.every_steps=1",
-)
+# An epoch has six steps.
+SETTINGS = ("data.batch_size=10", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=1")
 
 
 class Poison(nn.Module):
@@ -61,15 +51,13 @@ def train(
     strategy: str = "single",
 ) -> dict[str, Any]:
     config = resolved(*SETTINGS, f"parallel={strategy}", *overrides)
-    torch.set_num_threads(1)
     run = start_run(config, Path(folder), ranks, store)
     model = run.parts.state.model
     poison = Poison(model.head, steps if ranks.rank == bad_rank else set())  # type: ignore[arg-type]
     model.head = poison
     message = ""
     try:
-        with run.training() as training:
-            train_all_steps(training)
+        list(take_steps(run))
     except NotFiniteError as error:
         message = str(error)
         run.parts.strategy.close()
@@ -97,7 +85,7 @@ def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
 @pytest.mark.processes
 def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) -> None:
     """The optimizer step overflows, although the loss of the same step is finite."""
-    overrides = ("optim=sgd", "optim.lr=1e38", "optim.momentum=0", "train.log_every=1")
+    overrides = ("optim.opt=momentum", "optim.lr=1e38", "train.log_every=1")
     ended = in_ranks(train, 1, str(tmp_path), overrides, set(), 0)
     assert "not finite" in ended[0]["message"] or "the loss is" in ended[0]["message"]
     for path in (tmp_path / "checkpoints").glob("*.pt"):
@@ -167,8 +155,7 @@ def steps_with_overflow_on_rank_1(
         before[:] = now
 
     scaler.update = update_and_record  # type: ignore[method-assign, assignment]
-    with run.training() as training:
-        train_all_steps(training)
+    list(take_steps(run))
     return steps
 
 
@@ -179,7 +166,8 @@ def steps_with_overflow_on_rank_1(
         # The overflow happens in the first of two accumulated batches. Its gradients are not
         # synchronized between ranks.
         ("parallel=ddp", "train.accumulate=2"),
-        ("parallel=fsdp", "optim.clip_grad=1"),
+        # At a logged step, gradients are unscaled before the step of the optimizer.
+        ("parallel=fsdp", "train.log_every=1"),
     ],
     ids=lambda overrides: " ".join(overrides),
 )
@@ -193,7 +181,7 @@ def test_all_ranks_skip_the_same_fp16_step_when_gradients_of_one_rank_overflow(
 
 
 def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
-    run = start_run(resolved(*SETTINGS, "parallel=single"), Path(folder), ranks, store)
+    run = start_run(resolved(*SETTINGS), Path(folder), ranks, store)
     weight = next(run.parts.state.model.parameters())
 
     def overflow(*_: Any) -> None:
@@ -201,8 +189,8 @@ def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
             weight.data.fill_(math.inf)
 
     run.parts.state.phases[0].optimizer.register_step_post_hook(overflow)
-    with pytest.raises(NotFiniteError) as stopped, run.training() as training:
-        train_all_steps(training)
+    with pytest.raises(NotFiniteError) as stopped:
+        list(take_steps(run))
     return str(stopped.value)
 
 

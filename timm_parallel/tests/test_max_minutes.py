@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.template.runs import resolved
 from timm_parallel.launch.job import prepare
 from timm_parallel.record.result import Result, read_result
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
+from timm_parallel.tests.small_runs import resolved
 
 # Each reading of the clock adds the pace of the rank, and a step reads the clock twice.
 CLOCK = """
@@ -26,7 +26,7 @@ run.time = types.SimpleNamespace(
     monotonic=time.monotonic, perf_counter=lambda: pace * next(readings)
 )
 """
-DDP = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+DDP = ("parallel=ddp", "parallel.devices=2")
 
 
 def train_for(minutes: float, folder: Path, *overrides: str) -> Result:
@@ -44,7 +44,7 @@ def train_for(minutes: float, folder: Path, *overrides: str) -> Result:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-@pytest.mark.parametrize("overrides", [("parallel=single",), DDP], ids=["single", "ddp"])
+@pytest.mark.parametrize("overrides", [(), DDP], ids=["single", "ddp"])
 def test_run_ends_at_the_first_logged_step_after_max_minutes_and_a_resume_adds_minutes(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

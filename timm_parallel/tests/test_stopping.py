@@ -1,5 +1,5 @@
 """A stop signal must stop all ranks after the same step, and end a rank that is stuck.
-promises/test_resume.py tests the checkpoint that such a stop saves.
+test_small_project.py tests the checkpoint that such a stop saves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.template.runs import resolved, start_run
 from timm_parallel.faults import heartbeat
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped, exit_after_stop_signal, stop_handler
 from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.tests.small_runs import resolved, start_run
 
 
 @pytest.mark.slow(seconds=1)
@@ -34,8 +34,6 @@ def test_epoch_ends_after_the_last_batch_or_earlier_at_max_steps_or_a_stop_reque
     tmp_path: Path, max_steps: int | str, stop_at: int | None, logged: list[int]
 ) -> None:
     config = resolved(
-        "parallel=single",
-        "parallel.accelerator=cpu",
         "data.batch_size=4",
         "data.limit_train=24",
         "train.epochs=1",
