@@ -15,7 +15,6 @@ from timm_parallel.testing.commands import Train
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
-@pytest.mark.processes
 def test_run_with_injected_faults_matches_run_without_faults(train: Train, tmp_path: Path) -> None:
     arguments = [
         "--minutes",

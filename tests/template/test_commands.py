@@ -333,7 +333,6 @@ def test_documented_plan_py_command_prints_memory_per_device(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
 def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
     command: str,
@@ -347,7 +346,6 @@ def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
 def test_documented_evaluate_command_runs_on_two_ddp_ranks(

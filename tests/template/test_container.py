@@ -115,7 +115,6 @@ def test_code_of_the_notebook_compiles_and_its_sweep_is_a_valid_command() -> Non
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
-@pytest.mark.processes
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))),
     reason="needs requirements-notebook.txt",

@@ -408,7 +408,6 @@ def fill(scratch: Path, npz: Path) -> Fill:
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [
@@ -477,7 +476,6 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "names",
@@ -500,7 +498,6 @@ def test_run_of_every_example_can_be_resumed_evaluated_and_used_to_predict(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("name", ["Examples", "A task"])
 def test_plan_py_plans_an_example_with_several_networks_or_inputs(name: str, scratch: Path) -> None:
     line = EXAMPLES[name].trainings[0]
@@ -510,7 +507,6 @@ def test_plan_py_plans_an_example_with_several_networks_or_inputs(name: str, scr
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_custom_tracker_receives_the_values_of_metrics_jsonl(scratch: Path) -> None:
     line = EXAMPLES["A tracker"].trainings[0]
     folder = run(scratch, line, "model=tiny", *STRATEGIES[1])
@@ -552,7 +548,6 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_train_py_exits_2_when_a_setting_of_a_custom_metric_loss_or_strategy_is_invalid(
     scratch: Path,
 ) -> None:

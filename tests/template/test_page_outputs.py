@@ -41,7 +41,6 @@ def words_of(output: str) -> list[str]:
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize("page", BLOCKS)
 def test_output_shown_on_a_page_has_the_same_words_as_a_new_run_of_the_command(
     page: str, tmp_path: Path

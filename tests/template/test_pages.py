@@ -192,7 +192,6 @@ def test_documented_digits_script_writes_each_image_into_the_folder_of_the_class
 
 # This test is nightly, because these examples contain no code of this project.
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
     train: Train, tmp_path: Path
@@ -210,7 +209,6 @@ def test_pytorch_examples_of_dp_and_ddp_page_run_without_error(
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_code_on_from_lightning_page_loads_a_checkpoint_and_reproduces_val_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +271,6 @@ def test_experiment_on_quickstart_page_adds_its_groups_and_keys_to_the_recipe(
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt"
 )

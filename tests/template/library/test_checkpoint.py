@@ -116,7 +116,6 @@ def names(contents: Contents) -> dict[str, list[str]]:
     return {"model": list(contents["model"]), "ema": list(contents["averages"]["ema"])}
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     contents: Contents,
@@ -361,7 +360,6 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
         run(resolved(*words), Path(folder), ranks, None)
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=5)
 def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
     tmp_path: Path,

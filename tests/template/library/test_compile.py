@@ -68,7 +68,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.nightly
 @pytest.mark.sample(2)
 @pytest.mark.slow(seconds=50)
-@pytest.mark.processes
 @pytest.mark.parametrize("spread", SPREADS)
 def test_compiled_training_matches_uncompiled_training(
     tmp_path: Path, cache: Path, spread: str

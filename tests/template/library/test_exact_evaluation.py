@@ -136,7 +136,6 @@ def test_acc5_is_reported_only_for_more_than_five_classes(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
     alone: list[dict[str, Any]], world_size: int
@@ -230,7 +229,6 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order() -> None:
     expected = []
     for num_samples, unreadable in ROWS:

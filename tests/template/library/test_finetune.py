@@ -295,7 +295,6 @@ def recorded(actual: list[str]) -> Any:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path) -> None:
     limit = ("data.limit_train=12",)
     (alone,) = in_ranks(read_by, 1, str(data), *limit)

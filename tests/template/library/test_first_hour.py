@@ -311,7 +311,6 @@ def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_console_line_of_an_epoch_shows_val_metrics_only_when_the_epoch_was_evaluated(
     tmp_path: Path,
 ) -> None:
@@ -421,7 +420,6 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
     for message in in_ranks(two_steps, 2, False):
         assert message.startswith("no gradient reached idle.weight, idle.bias:")

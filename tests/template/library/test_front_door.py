@@ -49,7 +49,6 @@ def run_process(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -90,7 +89,6 @@ def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path)
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done, _ = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -101,7 +99,6 @@ def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) -> None:
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
     assert done.returncode == 0, done.stderr

@@ -173,7 +173,6 @@ def parts_of_ranks() -> list[Any]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema(
     parts_of_ranks: list[Any],
 ) -> None:
@@ -213,7 +212,6 @@ def gradient_of_two_networks(ranks: Any, store: Any) -> tuple[list[bool], list[f
     return [isinstance(of.weight, DTensor) for of in (model, teacher)], whole
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_fsdp_shards_each_network_of_a_task_and_averages_gradients() -> None:
     torch.manual_seed(0)
@@ -274,7 +272,6 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 def test_each_permitted_optimizer_updates_fsdp_shards_like_whole_tensors() -> None:
     [whole] = in_ranks(_without_store, 1)
     of_ranks = in_ranks(three_steps_of_each_optimizer, 2)
@@ -307,7 +304,6 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_fsdp_step_has_three_collectives_per_block_also_when_batches_are_accumulated() -> None:
     for one, three in in_ranks(collectives_of_a_step, 2):
         scattered = next(name for name in one if "reduce_scatter" in name)
@@ -348,7 +344,6 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -382,7 +377,6 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -449,7 +443,6 @@ def evaluations() -> list[Any]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
     evaluations: list[Any],
 ) -> None:

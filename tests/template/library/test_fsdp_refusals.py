@@ -93,7 +93,6 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_fsdp_error_for_a_model_or_loss_that_cannot_be_sharded_names_key_and_fix() -> None:
     for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):
         assert "shard_blocks()" in reads_weight and "parallel=ddp" in reads_weight

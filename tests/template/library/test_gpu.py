@@ -56,7 +56,6 @@ def loss_on_cpu(train_shared: Train) -> float:
     return float(done.result["train"]["loss"])
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "way", "precision"),
@@ -84,7 +83,6 @@ def test_gpu_training_loss_matches_cpu_for_each_strategy_and_precision(
 JOBS = {"sweep": ("optim.lr=1e-3,1e-4",), "search": ("search=optuna", "search.n_trials=2")}
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "kind"),
@@ -114,7 +112,6 @@ MODELS = {
 }
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
 def test_two_deterministic_trainings_end_with_equal_weights(train: Train, accelerator: str) -> None:
@@ -141,7 +138,6 @@ def run_python(train: Train, *words: str, environment: dict[str, str] | None = N
     return done
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
 def test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu(
@@ -179,7 +175,6 @@ def test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu(
         assert memory["utilisation"] is not None and guard["clocks"]
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 def test_compiled_run_trains_and_resumes(train: Train, accelerator: str) -> None:

@@ -317,7 +317,6 @@ def test_two_class_folders_of_one_name_in_two_unicode_forms_are_refused(tmp_path
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.processes
 def test_run_on_names_that_are_not_utf_8_logs_notes_and_writes_the_bytes_of_the_names(
     tmp_path: Path,
 ) -> None:

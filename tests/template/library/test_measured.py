@@ -399,7 +399,6 @@ def metered(
     return trained(ranks, store, folder, *overrides)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("uuids", "gpus"),
     [
@@ -422,7 +421,6 @@ def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
     result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]

@@ -454,7 +454,6 @@ def _train(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
 def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
@@ -467,7 +466,6 @@ def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(tmp_path: Path) -> None:
     overrides = (
         "train.epochs=1",

@@ -649,7 +649,6 @@ def test_dataset_fingerprint_ignores_the_split_but_changes_with_the_labels(flowe
     assert data_fingerprints(changed)["all"] != first["all"]
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 def test_folder_and_csv_datasets_give_same_metrics_under_single_and_ddp(
     flowers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -98,7 +98,6 @@ def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=9)
-@pytest.mark.processes
 def test_repeated_run_has_equal_losses_and_weights(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +129,6 @@ def change_the_threads(base: Path) -> None:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
     copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +141,6 @@ def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
     assert not (copy / "run" / "certificate.json").exists()
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_reproduction_names_the_first_different_loss_and_the_images_changed_after_the_run(
@@ -158,7 +155,6 @@ def test_reproduction_names_the_first_different_loss_and_the_images_changed_afte
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow
 def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_threads(
     copy: Path, monkeypatch: pytest.MonkeyPatch

@@ -400,7 +400,6 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 # The next tests check what a resumed run records about its changes.
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=6)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -272,7 +272,6 @@ def test_draws_inside_a_split_depend_on_seed_epoch_and_index_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_draws_inside_a_split_are_equal_in_loader_workers() -> None:
     assert in_ranks(noisy_images, 1, 1, 1, 2) == [noisy_images(Ranks(), None, 1, 1, 0)]
 

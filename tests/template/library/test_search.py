@@ -244,7 +244,6 @@ def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_search_records_a_failed_trial_and_does_not_run_the_trial_again_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -288,7 +287,6 @@ def study(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_killed_search_keeps_the_parameter_values_of_its_running_trials_when_resumed(
     tmp_path: Path,

@@ -265,7 +265,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-@pytest.mark.processes
 def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
     """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
     environment = {

@@ -168,7 +168,6 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(
     tmp_path: Path,
 ) -> None:

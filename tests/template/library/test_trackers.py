@@ -389,7 +389,6 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
-@pytest.mark.processes
 def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
     train: Train, tmp_path: Path
 ) -> None:
@@ -467,7 +466,6 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=40)
-@pytest.mark.processes
 def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15_seconds(
     train: Train, silent_server: str
 ) -> None:

@@ -173,7 +173,6 @@ def test_optimizer_accumulation_and_clipping_each_change_final_weights(
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_early_stop_ends_both_ddp_ranks_after_the_same_epoch_as_single(tmp_path: Path) -> None:
     # The weights hardly move, so no epoch after the first is better.
     settings = (

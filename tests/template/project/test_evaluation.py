@@ -232,7 +232,6 @@ def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
 
 
 @pytest.mark.slow(seconds=14)
-@pytest.mark.processes
 def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
     done = run_python("evaluate.py", f"run={finished_run.folder}")
     assert done.returncode == 0, done.stderr

@@ -137,7 +137,6 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     assert line.endswith(f"{precision} (auto)")
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Path) -> None:
     alone, spread = tmp_path / "single", tmp_path / "ddp"

@@ -133,7 +133,6 @@ def saved(run: RunParts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("spread", ["ddp", "dp", "dp_in_replica", "fsdp"])
-@pytest.mark.processes
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
 def test_loss_with_parameters_trains_equally_under_every_strategy(

@@ -103,7 +103,6 @@ def multilabel_run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run_warm(tmp_path_factory.mktemp("single"), *words)
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_multilabel_metrics_of_ddp_on_2_or_3_ranks_match_those_of_single(
     scenes: Path, multilabel_run: Path, tmp_path: Path
@@ -129,7 +128,6 @@ def read_predictions(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
     )
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_multilabel_trains_a_model_of_one_sigmoid_on_one_label(
     scenes: Path, tmp_path: Path

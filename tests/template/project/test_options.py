@@ -193,7 +193,6 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("group", "option"), [pytest.param(*row, id="=".join(row)) for row in OPTIONS]
 )
@@ -227,7 +226,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.processes
 def test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights(
     run_command: RunCommand, tmp_path: Path
 ) -> None:

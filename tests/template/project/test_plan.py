@@ -95,7 +95,6 @@ def allocated(forward: Any) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(tmp_path: Path) -> None:
     overrides = (
         "optim.sched=cosine",

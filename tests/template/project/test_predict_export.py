@@ -141,7 +141,6 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     assert out == "" and str(second) in err.splitlines()[-1]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("ddp", 3), ("dp", 1)])
 @pytest.mark.sample(3)
 @pytest.mark.slow(seconds=2)
@@ -539,7 +538,6 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_ema_weights(
     tmp_path: Path,
 ) -> None:
@@ -564,7 +562,6 @@ def test_export_uses_ema_weights_when_checkpoint_metric_is_computed_with_ema_wei
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path: Path) -> None:
     overrides = (
@@ -581,7 +578,6 @@ def test_export_of_a_custom_model_writes_all_tensors_of_its_state_dict(tmp_path:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_loaded_model_keeps_the_position_embedding_when_only_eval_image_size_is_set(
     tmp_path: Path,
 ) -> None:

@@ -73,7 +73,6 @@ def trained(colors: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_regression_trains_equally_under_every_strategy(colors: Path, tmp_path: Path) -> None:
     results, losses = [], []
     for name, devices in (("single", 1), ("ddp", 2)):
@@ -139,7 +138,6 @@ def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.processes
 def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks() -> None:
     alone = measured(Ranks(), None)
     for world_size in (2, 3):

@@ -163,7 +163,6 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.processes
 @pytest.mark.parametrize("mode", ["slide", "whole", "resize"])
 @pytest.mark.sample(3)
 def test_segmentation_metrics_match_scikit_learn_on_1_2_and_3_ranks(mode: str) -> None:
@@ -310,7 +309,6 @@ def test_segmentation_losses_are_equal_with_and_without_deterministic_algorithms
 
 
 @pytest.mark.slow(seconds=6)
-@pytest.mark.processes
 def test_segmentation_trains_equally_under_every_strategy(tmp_path: Path) -> None:
     """BatchNorm is frozen, because its statistics depend on the images of a rank."""
     results, losses = [], []

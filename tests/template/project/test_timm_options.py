@@ -198,7 +198,6 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Outcom
     return get
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "option", [o if o in QUICK else pytest.param(o, marks=pytest.mark.nightly) for o in OPTIONS]
@@ -220,7 +219,6 @@ def test_losses_with_each_timm_option_are_finite_and_equal_under_single_dp_and_d
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_every_timm_option_except_four_listed_options_changes_the_training_losses(
     outcomes: Callable[[str], dict[str, Outcome]],

@@ -61,7 +61,6 @@ def _save_forever(folder: Path, first: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_last_checkpoint_loads_and_step_never_decreases_when_20_saves_are_killed(
     tmp_path: Path,
 ) -> None:
@@ -253,7 +252,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     train: Train, small_disk: Path, strategy: str

@@ -483,7 +483,6 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_watchdog_ends_a_custom_training_loop_only_when_the_optimizer_stops_stepping(
     tmp_path: Path,

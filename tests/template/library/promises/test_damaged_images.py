@@ -69,7 +69,6 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.processes
 def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
     tmp_path: Path,
 ) -> None:

@@ -119,7 +119,6 @@ def two_steps(ranks: Ranks, store: Any, base: str, cases: dict[str, ResolvedConf
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_randomly_drawn_valid_configs_train_for_two_steps(tmp_path: Path, world_size: int) -> None:
     cases = {" ".join(words): resolved(*FIXED, *words) for words in combinations(20, world_size)}

@@ -62,7 +62,6 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
@@ -96,7 +95,6 @@ raise RuntimeError("the accident of this test")
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
     tmp_path: Path,
 ) -> None:

@@ -383,7 +383,6 @@ def test_sweep_and_search_save_secrets_as_references(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
     command = [
         sys.executable,
@@ -397,7 +396,6 @@ def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
     assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=6)
 def test_files_and_console_of_a_run_do_not_contain_secrets(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

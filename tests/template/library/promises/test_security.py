@@ -160,7 +160,6 @@ def listening(process: psutil.Process) -> set[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
     running = train.start(
         "parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1"
@@ -202,7 +201,6 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
-@pytest.mark.processes
 def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
     train: Train, tmp_path: Path
 ) -> None:

@@ -100,7 +100,6 @@ def test_sweep_resume_is_refused_when_newer_code_has_written_a_result(tmp_path: 
         reset_unfinished(jobs)
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
     tmp_path: Path,
@@ -124,7 +123,6 @@ def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +139,6 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_resu
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=5)
 def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -154,7 +151,6 @@ def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_repor
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +168,6 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
 )
@@ -207,7 +202,6 @@ def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_kill
     assert job.status == status
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=6)
 def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +240,6 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +254,6 @@ def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_writte
 
 
 @pytest.mark.slow(seconds=6)
-@pytest.mark.processes
 def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +276,6 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
     folder = tmp_path / "search"
