@@ -1,13 +1,7 @@
-"""The examples of docs/extend.md, docs/extend_training.md and docs/examples.md. The tests write
-their code to a copy of the project, and run their commands there.
-
-The code blocks of the pages are the code under test. All examples share one copy, so they must also
-work together. tests/template/test_examples.py tests the files of examples/.
-"""
+"""Code and commands of docs/extend.md, docs/extend_training.md and docs/examples.md."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -158,9 +152,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def npz(scratch: Path) -> Path:
-    """Write gray images of two classes, brighter in the second, into an .npz file with the arrays
-    of MedMNIST.
-    """
+    """Write gray images of two classes into an .npz file with the arrays of MedMNIST."""
     draw, arrays = np.random.default_rng(0), {}
     for name, count in (("train", 64), ("val", 16), ("test", 8)):
         labels = np.arange(count)[:, None] % 2
@@ -173,9 +165,7 @@ def npz(scratch: Path) -> Path:
 
 
 def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> Path:
-    """Run a command of the page in the copy with fewer steps, and return the folder of the run or
-    sweep.
-    """
+    """Run a command of the page with fewer steps; return the folder of the run or sweep."""
     folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
     given = [
         *shlex.split(line)[2:],
@@ -209,11 +199,6 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_change_no_file_of_the_library() -> None:
-    files = {name: example.files for name, example in EXAMPLES.items()}
-    assert [name for name in files if any("timm_parallel" in file for file in files[name])] == []
-
-
 def test_pages_show_parts_of_the_files_in_examples() -> None:
     parts = [part for example in EXAMPLES.values() for part in example.parts]
     assert parts
@@ -227,16 +212,6 @@ def test_code_of_examples_passes_ruff(scratch: Path) -> None:
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout
-
-
-def test_every_example_has_a_command_and_a_link_in_the_table() -> None:
-    anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
-    table = read(EXTEND_PAGES[0]).partition("\n## ")[0]
-    assert re.findall(r"\]\((?:(?:extend_training|examples)\.md)?(#[\w-]+)\)", table) == anchors
-    assert all(example.commands for example in EXAMPLES.values())
-
-
-# --- code
 
 
 def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
@@ -385,9 +360,6 @@ def test_loop_of_the_page_trains_as_the_default_loop(scratch: Path, tmp_path: Pa
     assert watched == lines(src.train.run.train)
 
 
-# --- commands
-
-
 # Function that puts paths of the tests into a command of a page.
 Fill = Callable[[str], str]
 
@@ -441,9 +413,7 @@ def model_of(name: str) -> tuple[str, ...]:
 
 
 def words_for(name: str, fill: Fill) -> list[str]:
-    """Return the words of the last training command of an example, shortened to three steps on one
-    device.
-    """
+    """Return the last training command of an example, with three steps on one device."""
     line = [line for line in EXAMPLES[name].trainings if "resume=" not in line][-1]
     given = [
         word
@@ -494,37 +464,6 @@ def test_run_of_every_example_can_be_resumed_evaluated_and_used_to_predict(
         assert done["rows"] == trained["samples"], name
         for image in done["predicted"]:
             assert {"class_1", "probability_1"} <= image.keys(), name
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Examples", "A task"])
-def test_plan_py_plans_an_example_with_several_networks_or_inputs(name: str, scratch: Path) -> None:
-    line = EXAMPLES[name].trainings[0]
-    command = [sys.executable, "scripts/plan.py", *shlex.split(line)[2:], "parallel.devices=1,2"]
-    assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_custom_tracker_receives_the_values_of_metrics_jsonl(scratch: Path) -> None:
-    line = EXAMPLES["A tracker"].trainings[0]
-    folder = run(scratch, line, "model=tiny", *STRATEGIES[1])
-    run(scratch, f"python train.py resume={folder} train.max_steps=5 train.epochs=9", folder=folder)
-    with open(folder / "numbers.csv", newline="") as file:
-        rows = [
-            (int(row["step"]), row["name"], float(row["value"]))
-            for row in csv.DictReader(file)
-            if "/" in row["name"]
-        ]
-    # Both the first run and the resumed run evaluate at their last step, so both files contain
-    # two evaluations.
-    assert rows == [
-        (line["step"], name, value)
-        for line in read_lines(folder / "metrics.jsonl")
-        for name, value in line.items()
-        if "/" in name
-    ]
 
 
 # Command lines that own code refuses, and the start of the message.

@@ -1,6 +1,4 @@
-"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of
-a checkpoint.
-"""
+"""Evaluation reproduces the metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -130,17 +128,6 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
     assert actual.numbers["loss"] == pytest.approx(
         functional.cross_entropy(torch.eye(7), labels).item()
     )
-
-
-@pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
-def test_log_states_numbers_of_outputs_and_classes_when_a_model_has_more_outputs(
-    caplog: pytest.LogCaptureFixture, outputs: int, notices: int
-) -> None:
-    """train.py and evaluate.py both build data and model with this function."""
-    config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
-    build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(lines) == notices and all("13" in line and "10" in line for line in lines)
 
 
 @pytest.fixture(scope="module")
