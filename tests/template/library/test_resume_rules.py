@@ -1,6 +1,4 @@
-"""Test the rules of `resume`: choice of the run, settings, and error messages. The tests call
-the main function of train.py up to the start of ranks.
-"""
+"""Rules of `resume` in train.py up to the start of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from src.app import app
-from src.schema import Config, OptimConfig
+from src.schema import Config
 from tests.template.runs import draw_images, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
@@ -27,12 +25,12 @@ from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.launch import job, resume
+from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.record.result import Result, read_result, write_result
-from timm_parallel.testing.configs import conf, parse
+from timm_parallel.testing.configs import parse
 
 OVERRIDES = (
     "model=tiny",
@@ -328,30 +326,6 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     assert "starting a new run" in err
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("difference", ["optim.lr=0.3", "model=resnet18"])
-def test_resume_auto_with_overrides_loads_few_configs_of_many_runs_that_differ(
-    main: Main, monkeypatch: pytest.MonkeyPatch, difference: str
-) -> None:
-    """Loading a config takes 60 ms, so a thousand of them would take a minute."""
-    fits = main.start("2026-01-01/00", "train.epochs=7")
-    source = main.start("2026-01-02/00", "train.epochs=7", difference)
-    for number in range(1, 30):
-        copy_of(source, f"train/2026-01-02/{number:02d}")
-    loaded: list[Path] = []
-
-    def load(folder: Path) -> Any:
-        loaded.append(folder)
-        return load_config(folder)
-
-    monkeypatch.setattr(resume, "load_config", load)
-    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
-    assert (code, main.ran[-1].resolve()) == (0, fits), err
-    (fits / "checkpoints" / "last.pt").unlink()
-    code, err = main(*OVERRIDES, "resume=auto", "train.epochs=7")
-    assert code == 2 and len(loaded) < 20
-
-
 @pytest.mark.slow(seconds=2)
 def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
     main: Main,
@@ -398,42 +372,6 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_g
     assert load_config(flowers).task_name == "flowers"
 
 
-def test_resume_auto_is_refused_when_no_run_used_the_given_config_group_option(
-    main: Main,
-) -> None:
-    main.start("2026-01-01/09-00-00")
-    code, err = main("resume=auto", "optim=sgd", "task_name=train", "parallel.accelerator=cpu")
-    assert code == 2 and "with exactly this config" in err
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=1)
-def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
-    folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
-    code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
-    assert code == 0, err
-    optim = load_config(folder).optim
-    assert isinstance(optim, OptimConfig)
-    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
-        "expected values from the group's file and from the command line"
-    )
-    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, (
-        "expected the value from the saved config"
-    )
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
-    folder = main.start(
-        "day/1",
-        f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}",
-        "model=mine",
-    )
-    (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
-    assert main(f"resume={folder}") == (0, "")
-    assert load_config(folder).model.name == "test_vit"
-
-
 @pytest.mark.slow(seconds=1)
 def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp_strategy(
     main: Main,
@@ -453,15 +391,6 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
     (folder / "result.json").unlink()
     assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == folder
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_is_refused_with_the_name_of_an_empty_config_yaml(main: Main) -> None:
-    folder = main.start("day/1")
-    (folder / "config.yaml").write_text("")
-    for words in ([f"resume={folder}"], [f"resume={folder}", "train.epochs=9"]):
-        code, err = main(*words)
-        assert code == 2 and str(folder) in err and "no readable config.yaml" in err
 
 
 @pytest.mark.slow(seconds=1)

@@ -1,6 +1,4 @@
-"""Tests that a checkpoint is written completely or not at all, and that damage is detected on
-reading. A run loads the newest valid checkpoint.
-"""
+"""A checkpoint is written completely or not at all, and damage is detected."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def contents(step: int) -> dict[str, Any]:
 
 
 def step_in(path: Path) -> int:
-    """Read a checkpoint file and return its step. Check that all numbers in the file equal the
-    step.
-    """
+    """Return the step of a checkpoint file, which all its numbers must equal."""
     loaded = checkpoint.load(path)
     step = int(loaded["progress"]["step"])
     assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
