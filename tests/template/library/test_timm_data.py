@@ -1,6 +1,4 @@
-"""Test `data=timm`: datasets with timm's names, read from disk or refused with a fix. These
-tests download nothing.
-"""
+"""`data=timm`: datasets with timm's names, read from disk or refused with a fix."""
 
 from __future__ import annotations
 
@@ -46,16 +44,12 @@ def config_of(name: str, root: Path, *overrides: str) -> Config:
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample of a split. In these data the label is the red
-    value modulo 2.
-    """
+    """Return (red value, label) of every sample, where the label is the value modulo 2."""
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
 def write_mnist(root: Path, count: int) -> None:
-    """Write the raw files of MNIST as torchvision unpacks them. torchvision checks only that
-    these files exist.
-    """
+    """Write the raw files of MNIST as torchvision unpacks them."""
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -139,9 +133,7 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
-    """Build the dataset on this rank, with a fake download that writes local files. Return the
-    number of downloads by this rank, the number of images, and the last label.
-    """
+    """Build the dataset with a fake download; return downloads, size and last label."""
     downloads = []
 
     def download(dataset: torchvision.datasets.MNIST) -> None:
