@@ -1,6 +1,4 @@
-"""Loss and metrics of a training step are means over the images of all ranks, replicas and
-accumulated batches.
-"""
+"""Loss and metrics of a training step are means over all its images."""
 
 from __future__ import annotations
 

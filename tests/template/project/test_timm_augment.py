@@ -1,6 +1,4 @@
-"""Augmentation and training settings with timm's names. Each gives the same result as the code of
-timm.
-"""
+"""Augmentation and training settings with timm's names."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
-from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from src.data.transforms import CropAndFlip, OnImage, batch_step, train_transform
+from src.data.transforms import CropAndFlip, batch_step, train_transform
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
-from src.tasks.classification import Classification
 from src.train.build import build_run
-from src.train.optim import clip_adaptively, clip_gradients
+from src.train.optim import clip_gradients
 from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
@@ -40,9 +36,7 @@ SIZE = 48
 
 
 def picture(size: tuple[int, int] = (SIZE, SIZE)) -> Tensor:
-    """Return a smooth image with all colors. At sharp edges, resizing a PIL image and a tensor
-    would differ visibly.
-    """
+    """Return a smooth image with all colors, because sharp edges resize differently."""
     rows, columns = np.mgrid[: size[0], : size[1]]
     pixels = [
         rows * 255 // size[0],
@@ -246,20 +240,6 @@ def test_batch_augmentation_is_not_used_when_images_need_resizing_or_other_augme
     assert batch_step(AugmentConfig(**(options | changed)), split, (16, 16)) is None
 
 
-class Inverted(Classification):
-    """Task with its own augmentation of single images."""
-
-    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        return OnImage(v2.RandomInvert(1.0))
-
-
-def test_batch_augmentation_does_not_replace_the_train_transform_of_an_own_task() -> None:
-    rows = InMemory(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.zeros(2))
-    config = resolved("data.augment.hflip=0.5")
-    assert Classification(config, ["a", "b"]).batch_augmentation(rows, (16, 16)) is not None
-    assert Inverted(config, ["a", "b"]).batch_augmentation(rows, (16, 16)) is None
-
-
 class Operations(TorchDispatchMode):
     """Counts operations, each of which is at least one kernel on a GPU."""
 
@@ -295,34 +275,6 @@ def test_batch_augmentation_needs_equally_many_operations_for_every_batch_size(n
         draws = step.draw(list(range(size)), images.shape)
         counts.add(count_operations(step, images.float() if erasing else images, *draws))
     assert len(counts) == 1 and counts.pop() < 40
-
-
-def test_adaptive_clipping_needs_at_most_4_operations_more_per_additional_tensor() -> None:
-    counts = []
-    for depth in (2, 12):
-        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
-        layers(torch.ones(1, 4)).sum().backward()
-        counts.append(count_operations(clip_adaptively, list(layers.parameters()), 0.01))
-    # Each of the 10 more layers has 2 tensors, with 4 operations each: 2 norms and their detach(),
-    # which launches no kernel.
-    assert counts[1] - counts[0] <= 10 * 2 * 4
-
-
-@given(st.lists(st.floats(1e-4, 1e3), min_size=3, max_size=3), st.floats(2e-3, 1.0))
-@settings(deadline=None)
-def test_adaptive_clipping_matches_timm_up_to_rounding(scales: list[float], factor: float) -> None:
-    ours = [
-        nn.Parameter(torch.randn(shape) * scale)
-        for shape, scale in zip(((4, 3, 2), (5,), ()), scales, strict=True)
-    ]
-    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    for own, other, scale in zip(ours, theirs, reversed(scales), strict=True):
-        own.grad = torch.randn_like(own) * scale
-        other.grad = own.grad.clone()
-    clip_adaptively(ours, factor)
-    adaptive_clip_grad(theirs, factor)
-    for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])
