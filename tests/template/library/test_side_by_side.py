@@ -1,6 +1,4 @@
-"""Concurrent jobs of a sweep must not share devices or cores, and must have the results of jobs
-run alone. test_packing.py tests the scheduler.
-"""
+"""Concurrent jobs of a sweep share no device or core, and have the results of jobs alone."""
 
 from __future__ import annotations
 
@@ -178,22 +176,6 @@ def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
     assert all(again["began"] >= ran(jobs, job)["ended"] for job in (jobs.jobs[0], jobs.jobs[2]))
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=3)
-def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(
-    tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        child,
-        "job_command",
-        lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)],
-    )
-    monkeypatch.setenv("JOB_SHORT", "0")
-    jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
-    Sweep(jobs, max_jobs=2).run()
-    assert [job.status for job in jobs.jobs] == ["out_of_memory", "done"]
-
-
 def sweep(folder: Path, *more: str) -> list[str]:
     words = (
         "train.epochs=2",
@@ -232,9 +214,7 @@ def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alo
 def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigkill(
     tmp_path: Path,
 ) -> None:
-    """After SIGKILL, a resumed sweep must run the missing jobs. test_sweep.py tests the resume
-    after SIGINT.
-    """
+    """After SIGKILL, a resumed sweep must run the missing jobs."""
     folder = tmp_path / "sweep"
     running = subprocess.Popen(
         [sys.executable, *sweep(folder, "seed=1,2,3", "train.epochs=30")],

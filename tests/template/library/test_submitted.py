@@ -1,6 +1,4 @@
-"""Test a search whose trials are Slurm jobs. Each trial must be submitted once, and a resumed
-search must find the job of a running trial.
-"""
+"""Test a search whose trials are Slurm jobs."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from timm_parallel.lab.jobs import slurm_job as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
 from timm_parallel.lab.multirun import run_multirun
-from timm_parallel.launch.job import conclude, run_job
-from timm_parallel.launch.supervisor import RankExits
+from timm_parallel.launch.job import run_job
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, read_jobs
 from timm_parallel.record.result import Result, write_result
@@ -70,9 +67,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def trial(folder: Path, config: object = None) -> SlurmJob:
-    """Build a trial as a search does when the trial starts. If `config` is given, save it in the
-    folder of the trial first.
-    """
+    """Build a trial as a search does. `config`: save it in the folder first."""
     if config is not None:
         folder.mkdir()
         run_job(config, folder)  # type: ignore[arg-type]
@@ -117,16 +112,6 @@ def test_interrupted_slurm_trial_is_submitted_again_when_its_search_is_resumed(
     assert child.job.status == "interrupted"
     started(folder)
     assert len(slurm.scripts) == 2
-
-
-def test_cancelled_slurm_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
-    config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
-    child = started(tmp_path / "0", config)
-    child.send(15)
-    conclude(config, tmp_path / "0", RankExits(signal=15))
-    assert child.has_ended() and child.conclude(None) is not None
-    assert child.job.status == "interrupted"
-    assert child.job.seconds is not None and child.job.seconds > 0
 
 
 def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(

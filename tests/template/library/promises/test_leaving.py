@@ -1,6 +1,4 @@
-"""Tests that a failed rank writes its records and exits with its exit code without waiting for
-other ranks.
-"""
+"""A failed rank writes its records and exits without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +16,12 @@ import pytest
 import torch
 
 from src.data.transforms import OnImage
-from src.train.run import run
-from tests.template.runs import ROOT, cpu_loader, resolved
+from tests.template.runs import ROOT, cpu_loader
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process_exit import exit_at_once, exit_process
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.record.recorder import Recorder
-from timm_parallel.runtime.run import Training
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_processes
 
 # Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time
@@ -177,32 +170,3 @@ def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     with pytest.raises(RuntimeError, match=f"DataLoader worker .*{worker.pid}"):
         next(batches)
     loader.close()
-
-
-def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the process exited without closing the recorder, TensorBoard's writer thread would lose
-    its queued events.
-    """
-    config = resolved(
-        "parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1"
-    )
-    closed: list[int] = []
-    close = Recorder.close
-
-    def fails(self: Training) -> None:
-        assert not closed
-        raise RuntimeError("the accident of this test")
-
-    monkeypatch.setattr(Training, "_end_epoch", fails)
-
-    def counted_close(self: Recorder) -> None:
-        close(self)
-        closed.append(1)
-
-    monkeypatch.setattr(Recorder, "close", counted_close)
-    with pytest.raises(RuntimeError, match="accident"):
-        run(config, tmp_path, Ranks(), None)
-    assert closed == [1]
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))

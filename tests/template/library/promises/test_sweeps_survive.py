@@ -1,6 +1,4 @@
-"""Tests that the results of a sweep or search survive a stop, a kill and a rejected submission to
-Slurm. They also survive a resume on another machine.
-"""
+"""Results of a sweep or search survive a stop, a kill and a refusal of Slurm."""
 
 from __future__ import annotations
 
@@ -275,34 +273,6 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
     assert starts(folder) == [1, 1, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
-    folder = tmp_path / "search"
-    search(folder)
-    jobs = read_jobs(folder)
-    jobs.jobs += [Job(number, f"trial {number}", str(number), []) for number in range(3, 20)]
-    jobs.write()
-    assert main(f"sweep.resume={folder}", "search.n_trials=4") == 0
-    assert statuses(folder) == ["done"] * 4
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_resumed_search_is_refused_when_no_trial_can_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
-    )
-    monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
-    folder = tmp_path / "search"
-    search(folder, "parallel.accelerator=cuda")
-    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
-    with pytest.raises(ValueError, match=r"parallel\.accelerator=cuda"):
-        main(f"sweep.resume={folder}")
-
-
 def on_slurm(folder: Path, *words: str) -> int:
     return main(
         *tiny("parallel=single", "cluster=slurm", "seed=1,2,3", f"hydra.sweep.dir={folder}", *words)
@@ -366,9 +336,7 @@ def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
 def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The resume is refused even if the earlier command was killed before it could save the ID of
-    the array.
-    """
+    """Also if the command was killed before it saved the ID of the array."""
     folder = tmp_path / "sweep"
     on_slurm(folder)
     for job in "012":
@@ -405,48 +373,3 @@ def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_fa
         "a task that Slurm no longer lists must count as failed"
     )
     assert not answers
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_terminal: bool,
-) -> None:
-    """The names of the jobs contain brackets, which rich must not read as markup."""
-    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    names = ("data.kwargs.paths=[/a,/b],tags=[bold]", "seed=2", "seed=3")
-    jobs = Jobs(
-        tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)]
-    )
-    board = Board(jobs)
-    with board.shown():
-        for job in jobs.jobs[:2]:
-            job.status, job.seconds = "done", 2.0
-            board.ended(job)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if "  2.0 s  " in line]
-    assert len(lines) == 2
-    assert all(
-        line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
-    )
-    # Only the progress bar shows an estimate of the time left.
-    assert (" s left" in shown) == is_terminal
-
-
-def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In `python train.py -m | tee log`, Ctrl-C ends tee at once. The sweep must still record the
-    states of its jobs.
-    """
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        board = Board(Jobs(tmp_path, "", []))
-        board.say("a line without a reader")
-        print("another line")
