@@ -1,6 +1,4 @@
-"""Tests of parallel=fsdp, which cover the sharded blocks, the memory per rank, training,
-checkpoints, evaluation and communication.
-"""
+"""parallel=fsdp: blocks, memory per rank, training, checkpoints and evaluation."""
 
 from __future__ import annotations
 
@@ -34,11 +32,9 @@ from timm_parallel.task import Task
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
-    "model=tiny",
     "data.batch_size=24",
     "data.limit_train=48",
     "train.log_every=1",
-    "optim.warmup_epochs=0",
 )
 
 
@@ -47,9 +43,7 @@ def fsdp(devices: int, *overrides: str) -> Any:
 
 
 def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
-    """Build a run under fsdp, or under single if `store` is None. `name` must differ between runs
-    of one process, because it is the prefix of their keys in the store.
-    """
+    """Build a run under fsdp, or single without a store. `name`: prefix of its keys."""
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
         return build_run(config, build_strategy(config.parallel, ranks, None))
@@ -67,10 +61,6 @@ def backward(parts: RunParts) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# Tests of the blocks that fsdp shards.
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,9 +122,6 @@ def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None
 def test_vector_layers_returns_the_layer_norm_and_layer_scale_modules_of_a_vit() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
-
-
-# Tests of the part of the model that each rank holds.
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], int]:
@@ -235,15 +222,8 @@ def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only(
     assert first > 4 * sum(p.numel() for p in model.get_submodule("blocks").parameters())
 
 
-# Tests of training under fsdp.
-# --------------------------------------------------------------------------------------------------
-
-
 def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
-    """Train three steps with each optimizer, and save and restore the state of the optimizer after
-    the second step. Return a dictionary from optimizer to weights. All ranks must call this
-    function.
-    """
+    """Train three steps with each optimizer, with a save and restore after the second."""
     weights = {}
     for name in OPTIMIZERS_OF_PARTS:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
@@ -285,9 +265,7 @@ def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
 
 
 def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
-    """Count the collectives of an optimizer step with one batch, and of a step with three
-    accumulated batches, in bf16. All ranks must call this function.
-    """
+    """Count the collectives of a step with one batch, and with three accumulated ones."""
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches), "train.precision=bf16")
@@ -400,10 +378,6 @@ def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
     )
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=1e-4, atol=1e-5), name
-
-
-# Tests of evaluation under fsdp.
-# --------------------------------------------------------------------------------------------------
 
 
 def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:

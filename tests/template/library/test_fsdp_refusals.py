@@ -1,6 +1,4 @@
-"""Tests that fsdp refuses models and losses that it cannot shard, with an error that names the key
-and a fix.
-"""
+"""fsdp refuses models and losses that it cannot shard, with key and fix."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class Temperature(nn.Module):
 
 
 def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
-    """Try to build a run and train a step under fsdp with each model or loss. Return a list of
-    error messages, with an empty text for success. All ranks must call this function.
-    """
+    """Train a step under fsdp with each model or loss; return the error messages."""
     messages = []
     for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
         config = resolved(

@@ -1,6 +1,4 @@
-"""Tests of training on a CUDA device. Every strategy runs there, and its losses equal those on a
-CPU within a tolerance.
-"""
+"""Tests of training on a CUDA device."""
 
 from __future__ import annotations
 

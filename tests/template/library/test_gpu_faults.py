@@ -41,9 +41,7 @@ def overrides(accelerator: str) -> list[str]:
 
 
 def fault_environment(kind: str, mark: Path) -> dict[str, str]:
-    """Build environment variables that inject a fault into rank 1, in the forward pass
-    of step 7.
-    """
+    """Inject a fault into rank 1, in the forward pass of step 7."""
     path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "FAULT": f"{kind}:1:7:the forward pass", "FAULT_MARK": str(mark)}
 

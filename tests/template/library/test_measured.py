@@ -1,6 +1,4 @@
-"""Test the measurements in the result of a run: throughput, parts of the step time, times per
-rank, communication, energy, and disturbances by other programs.
-"""
+"""Throughput, times per rank, communication, energy and disturbances of a run."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ QUIET: dict[str, Any] = {
 
 
 def by_the_clock(folder: Path, batch: int) -> float:
-    """Compute images per second from the timestamps of the first and the last logged step in
-    metrics.jsonl.
-    """
+    """Compute images per second from the timestamps in metrics.jsonl."""
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
     first, last = lines[0], lines[-1]
     return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
@@ -129,9 +125,7 @@ def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equa
 def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_step(
     tmp_path: Path,
 ) -> None:
-    """An epoch has six batches, and an optimizer step accumulates four of them. So two batches
-    are dropped.
-    """
+    """An epoch has six batches, and an optimizer step takes four of them."""
     result = in_ranks(
         trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1"
     )[0]
@@ -139,9 +133,7 @@ def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_
 
 
 def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
-    """Train a run in which one rank computes 20 ms longer in every step. Return the result of
-    the run.
-    """
+    """Train a run in which one rank computes 20 ms longer in every step."""
     clip = Step._clip
 
     def slower(step: Step, phase: Any) -> None:
@@ -228,23 +220,6 @@ def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook() -> None
         assert exposed == pytest.approx(0.4, rel=0.1)
 
 
-def alone(ranks: Ranks, store: Any) -> Any:
-    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    wrapped = strategy.wrap(step_of(model))
-    communication = strategy.communication(wrapped)
-    communication.start_measuring()
-    for _ in range(3):
-        wrapped(random_batch())[0].mean().backward()
-    measured = communication.seconds(), communication.bytes(model.parameters())
-    strategy.close()
-    return measured
-
-
-def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
-    assert in_ranks(alone, 1) == [((0.0, 0.0), 0)]
-
-
 def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
     strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
     step = nn.Linear(8, 8)
@@ -321,9 +296,7 @@ def test_result_flags_report_other_cpu_load_steal_time_slowdown_and_gpu_throttli
 
 
 class Nvml:
-    """Fake NVML library with one device that answers only some queries. The temperature rises
-    with each query.
-    """
+    """Fake NVML that answers only some queries; the temperature rises with each."""
 
     NVMLError = type("NVMLError", (Exception,), {})
 

@@ -1,6 +1,4 @@
-"""Test the cost of the training loop by counting reads of tensor values, calls per step, and
-page faults.
-"""
+"""Cost of the training loop: reads of tensor values, calls per step, page faults."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ class ValueReads(TorchDispatchMode):
 
 
 def count_reads(steps: int, *overrides: str) -> int:
-    """Count the tensor values that the CPU reads in `steps` training steps. Exactly one of these
-    steps is logged.
-    """
+    """Count the tensor values that the CPU reads in `steps` steps, one of them logged."""
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -147,9 +143,7 @@ def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
 
 
 def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Train a run with one logged step. Return a dictionary from the name of a function that
-    logs, writes or draws to the number of its calls.
-    """
+    """Train a run with one logged step, and count the calls that log, write or draw."""
     calls: Counter[str] = Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -192,9 +186,7 @@ def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
-    """Train five steps with DDP. Return whether DDP sends buffers in every step, and the sums of
-    all weights and buffers.
-    """
+    """Train five DDP steps; return whether it sends buffers, and sums of all tensors."""
     config = resolved(
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
         f"parallel.broadcast_buffers={broadcast}",
