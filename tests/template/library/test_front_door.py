@@ -1,6 +1,4 @@
-"""Tests of train.py as a process. Errors, the options --help and --cfg, and shell completion
-respond quickly, because they do not import torch.
-"""
+"""Tests of train.py as a process."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ sys.exit(code)
 def run_process(
     *words: str, cwd: Path, spy: bool = True
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run train.py with given arguments, and return the finished process and its duration in
-    seconds.
-    """
+    """Run train.py, and return the finished process and its seconds."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = str(ROOT)
     program = [sys.executable, "-c", SPY, str(TRAIN)] if spy else [sys.executable, str(TRAIN)]
