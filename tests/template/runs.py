@@ -74,9 +74,7 @@ def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Pa
 
 
 def tiny(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny training run, followed by the given overrides. A given
-    override replaces the default override of the same key.
-    """
+    """Return TINY with the given overrides, which replace those of the same key."""
     return merged(*TINY, *overrides)
 
 
@@ -88,9 +86,7 @@ def resolved(*overrides: str) -> ResolvedConfig:
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:
-    """Train a run with the overrides in TINY and the given overrides in forked ranks, and return
-    the run folder. The test fails if the run fails.
-    """
+    """Train a run with TINY and the given overrides in forked ranks; fail if it fails."""
     return train_warm(resolved(*overrides), folder)
 
 

@@ -1,6 +1,4 @@
-"""A short version of scripts/maintain/chaos.py: a run with injected faults and resumes ends like a
-run without faults.
-"""
+"""A short version of scripts/maintain/chaos.py."""
 
 from __future__ import annotations
 

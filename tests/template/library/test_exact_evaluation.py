@@ -1,6 +1,4 @@
-"""Tests that an evaluation counts every image exactly once on any number of ranks, and keeps the
-outputs in the order of the images.
-"""
+"""An evaluation counts every image once, in order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def split(num_samples: int, num_classes: int) -> InMemory:
 
 
 def model(num_classes: int) -> nn.Module:
-    """Build a model with BatchNorm. In training mode, its outputs would depend on the other images
-    of a batch.
-    """
+    """Build a model with BatchNorm, whose training mode depends on the other images."""
     torch.manual_seed(3)
     made = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
     made(torch.randn(50, 1, 4, 4))

@@ -1,6 +1,4 @@
-"""Tests that a non-finite loss on one rank stops all ranks at the same step, and that non-finite
-weights are never saved.
-"""
+"""A non-finite loss stops all ranks at one step; non-finite weights are never saved."""
 
 from __future__ import annotations
 
@@ -21,13 +19,8 @@ from timm_parallel.state import checkpoint
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
-    "print_config=false",
-    "model=tiny",
     "data.batch_size=16",
     "data.limit_train=96",
-    "train.epochs=2",
-    "optim.warmup_epochs=0",
-    "parallel.threads_per_device=1",
     "train.log_every=3",
     "checkpoint.every_steps=1",
 )

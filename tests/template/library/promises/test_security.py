@@ -147,9 +147,7 @@ def test_torchinductor_cache_folder_is_private_when_home_is_unknown_or_cannot_be
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """Return the IP addresses on which a process or one of its descendants listens for
-    connections.
-    """
+    """Return the IP addresses on which a process or its descendants listen."""
     return {
         connection.laddr.ip
         for one in [process, *process.children(recursive=True)]
