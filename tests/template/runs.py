@@ -52,11 +52,21 @@ TINY = (
 )
 
 
-def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command in the root of the project. Return its exit code and output."""
-    command = [sys.executable, *words]
+def run_python(
+    *words: str,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python command, and return its exit code and output."""
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 

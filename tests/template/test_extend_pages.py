@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 import src.train.run
 from scripts.maintain.docs_outputs import copy_project
 from src.schema import DataConfig
-from tests.template.runs import losses_of, resolved, start_run, tiny
+from tests.template.runs import losses_of, resolved, run_python, start_run, tiny
 from timm_parallel import InMemory, Training
 from timm_parallel.testing.configs import read_lines, without_times
 
@@ -174,10 +174,7 @@ def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> P
         f"hydra.sweep.dir={folder}",
     ]
     chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
-    command = [sys.executable, "train.py", *chosen.values()]
-    done = subprocess.run(
-        command, cwd=copy, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("train.py", *chosen.values(), cwd=copy)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return folder
 
@@ -209,8 +206,7 @@ def test_code_of_examples_passes_ruff(scratch: Path) -> None:
     files = {file for example in EXAMPLES.values() for file in example.files}
     python = sorted(file for file in files if file.endswith(".py"))
     for words in (("check",), ("format", "--check")):
-        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
+        done = run_python("-m", "ruff", *words, "--no-cache", *python, cwd=scratch)
         assert done.returncode == 0, done.stdout
 
 
@@ -274,10 +270,8 @@ def test_own_augmentation_follows_the_steps_of_the_keys(scratch: Path, hflip: fl
 
 @pytest.mark.processes
 def test_test_of_an_own_model_passes(scratch: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_patches.py"]
-    done = subprocess.run(
-        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
-    )
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_patches.py")
+    done = run_python(*words, cwd=scratch)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -432,12 +426,9 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
     """Train, evaluate, predict with and resume the runs of `jobs`, and return what they printed."""
     for number in range(2):
         Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(images / f"{number}.png")
-    script = Path(__file__).with_name("example_runs.py")
-    command = [sys.executable, str(script), json.dumps(jobs), str(images)]
+    words = (str(Path(__file__).with_name("example_runs.py")), json.dumps(jobs), str(images))
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
+    done = run_python(*words, cwd=copy, environment=environment, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["name"] for run in runs] == list(jobs)
@@ -490,10 +481,8 @@ for line in sys.argv[1:]:
 def test_train_py_exits_2_when_a_setting_of_a_custom_metric_loss_or_strategy_is_invalid(
     scratch: Path,
 ) -> None:
-    command = [sys.executable, "-c", REFUSE, *(" ".join(tiny(*line.split())) for line in REFUSED)]
-    done = subprocess.run(
-        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
-    )
+    lines = (" ".join(tiny(*line.split())) for line in REFUSED)
+    done = run_python("-c", REFUSE, *lines, cwd=scratch)
     assert done.returncode == 0, done.stdout + done.stderr
     for line, message in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
         assert re.search(message, line), line

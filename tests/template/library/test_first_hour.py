@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
-from tests.template.runs import resolved, task_of
+from tests.template.runs import resolved, run_python, task_of
 from timm_parallel import keys
 from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
@@ -95,11 +94,8 @@ def test_install_falls_back_to_pip_when_uv_fails(
             f"'\\n')\nsys.exit({code})\n"
         )
         (tmp_path / f"{name}.py").write_text(text)
-    command = [sys.executable, str(ROOT / "scripts" / "install.py"), "wanted.txt"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("scripts/install.py", "wanted.txt", environment=environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -20,7 +19,15 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.template.runs import evaluate_batches, parts_of, resolved, take_steps, task_of, train_run
+from tests.template.runs import (
+    evaluate_batches,
+    parts_of,
+    resolved,
+    run_python,
+    take_steps,
+    task_of,
+    train_run,
+)
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
@@ -262,11 +269,7 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
     }
-    command = [sys.executable, "-c", FAULTS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, env=environment
-    )
-    assert int(done.stdout) < 600
+    assert int(run_python("-c", FAULTS, environment=environment).stdout) < 600
 
 
 @pytest.mark.slow(seconds=1)

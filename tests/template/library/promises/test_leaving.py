@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.resource_sharer
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 import torch
 
 from src.data.transforms import OnImage
-from tests.template.runs import ROOT, cpu_loader
+from tests.template.runs import cpu_loader, run_python
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.samplers import TrainSampler
@@ -48,8 +45,7 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
     script = (
         FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-c", script)
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
@@ -88,19 +84,11 @@ raise RuntimeError("the accident of this test")
 
 
 @pytest.mark.slow
-def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
-    tmp_path: Path,
-) -> None:
+def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store() -> None:
     """If a thread still waited in the torch store at interpreter shutdown, train.py, evaluate.py
     and scripts/predict.py would abort.
     """
-    script = tmp_path / "script.py"
-    script.write_text(IN_THE_STORE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-c", IN_THE_STORE)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "RuntimeError: the accident of this test"
     assert done.stdout == "MainThread\n"

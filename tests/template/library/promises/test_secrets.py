@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from src.schema import Config, OptimConfig, ResolvedConfig
-from tests.template.runs import ROOT, resolved
+from tests.template.runs import ROOT, resolved, run_python
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
@@ -354,15 +353,7 @@ def test_sweep_and_search_save_secrets_as_references(
 
 @pytest.mark.slow(seconds=1)
 def test_cfg_job_with_resolve_prints_secrets_as_references() -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "--cfg",
-        "job",
-        "--resolve",
-        f"tags=['{REFERENCE}']",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = run_python("train.py", "--cfg", "job", "--resolve", f"tags=['{REFERENCE}']")
     assert f"- {REFERENCE}" in done.stdout and SECRET[:10] not in done.stdout + done.stderr
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, run_python
 from timm_parallel.config.compose import read_saved
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
@@ -210,16 +208,9 @@ def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_faile
     here = tmp_path / "here"
     here.mkdir()
     (here / "json.py").write_text("raise SystemExit('imported from the current folder')")
-    command = [
-        sys.executable,
-        str(tmp_path / "start.py"),
-        str(tmp_path / "started.py"),
-        str(tmp_path / "places"),
-    ]
+    words = (str(tmp_path / name) for name in ("start.py", "started.py", "places"))
     environment = {**train.environment, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python(*words, cwd=here, environment=environment)
     assert done.returncode == 2, done.stderr
     assert (tmp_path / "places").read_text() == "127.0.0.1"
     assert list(train.temporary.iterdir()) == []

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.template.runs import ROOT, resolved
+from tests.template.runs import resolved, run_python
 from timm_parallel.launch import supervisor
 from timm_parallel.machine.process import terminate_descendants
 
@@ -64,10 +64,7 @@ time.sleep(600)
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
 def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
-    command = [sys.executable, "-c", LAUNCHER, RANK]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    )
+    done = run_python("-c", LAUNCHER, RANK)
     assert done.stderr == "", "the rank must end by the signal, not by an exception"
     rank, until = psutil.Process(int(done.stdout)), time.monotonic() + 60
     try:
