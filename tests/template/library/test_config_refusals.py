@@ -26,13 +26,6 @@ def fake_cuda(count: int) -> tuple[CudaDevice, ...]:
     return tuple(CudaDevice(index, "fake", 1, f"GPU-{index}") for index in range(count))
 
 
-def write_yaml(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def test_run_is_refused_on_windows_and_error_recommends_wsl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,8 +247,8 @@ YAML_FILES = [
 def test_error_names_invalid_key_or_value_in_yaml_file(
     refuse: Refuse, tmp_path: Path, text: str, named: tuple[str, ...]
 ) -> None:
-    write_yaml(tmp_path / "conf", "experiment/wrong.yaml", f"# @package _global_\n{text}\n")
-    line = refuse("--config-dir", str(tmp_path / "conf"), "experiment=wrong")
+    folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
+    line = refuse("--config-dir", str(folder), "experiment=wrong")
     assert [name for name in named if name not in line] == [], line
 
 
@@ -393,9 +386,10 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
     refuse: Refuse, tmp_path: Path, old: str, new: str, named: str
 ) -> None:
     save_config(Config(), tmp_path / "run")
-    text = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text(encoding="utf-8")
     assert old in text
-    write_yaml(tmp_path / "run", "config.yaml", text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
     assert named in refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
 
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,10 +360,10 @@ def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h
     )
 
 
-def test_gpu_utilization_and_energy_are_read_by_uuid_and_unknown_when_unsupported(
+def test_values_of_a_gpu_are_read_by_uuid_and_unknown_when_nvml_does_not_report_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The GPUs have another order than in CUDA, and NVML answers no other query."""
+    """The GPUs have another order than in CUDA, and the temperature rises with each query."""
     import pynvml
 
     answers: dict[str, dict[str, Any]] = {
@@ -371,15 +372,17 @@ def test_gpu_utilization_and_energy_are_read_by_uuid_and_unknown_when_unsupporte
             "GPU-a": SimpleNamespace(gpu=20),
         },
         "nvmlDeviceGetTotalEnergyConsumption": {"GPU-b": 7_500},
-        "nvmlDeviceGetTemperature": {},
-        "nvmlDeviceGetClockInfo": {},
-        "nvmlDeviceGetCurrentClocksThrottleReasons": {},
+        "nvmlDeviceGetTemperature": {"GPU-b": iter((70, 75))},
+        "nvmlDeviceGetClockInfo": {"GPU-b": 1500},
+        "nvmlDeviceGetMaxClockInfo": {"GPU-b": 1980},
+        "nvmlDeviceGetCurrentClocksThrottleReasons": {"GPU-b": 0x44},
     }
 
     def query(name: str, handle: str, *_: Any) -> Any:
         if handle not in answers[name]:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return answers[name][handle]
+        answer = answers[name][handle]
+        return next(answer) if isinstance(answer, Iterator) else answer
 
     for name in answers:
         monkeypatch.setattr(pynvml, name, partial(query, name))
@@ -391,3 +394,7 @@ def test_gpu_utilization_and_energy_are_read_by_uuid_and_unknown_when_unsupporte
         gpu.sample()
     assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
     assert gpus[0].joules() == 7.5 and all(math.isnan(gpu.joules()) for gpu in gpus[1:])
+    names = ("celsius", "sm_mhz", "sm_mhz_max", "slowed_by")
+    known = dict(zip(names, (75, 1500, 1980, ["heat (by the hardware)"]), strict=True))
+    unknown = dict(zip(names, (None, None, None, []), strict=True))
+    assert [gpu.state() for gpu in gpus] == [known, unknown, unknown, None]

@@ -91,31 +91,20 @@ class Own(nn.Module):
             self.layers[0].linear1 = self.layers[1].linear1
 
 
-def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
-    model = Own()
-    assert blocks_of(model) == list(model.layers)
-
-
-def test_fsdp_shards_the_modules_that_the_shard_blocks_method_of_a_custom_model_returns() -> None:
+def test_fsdp_shards_the_untied_layers_of_a_custom_model_or_those_that_it_names() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]
 
-    model = Named()
-    assert blocks_of(model) == [model.layers[1]]
-
-
-def test_fsdp_does_not_select_blocks_with_tied_weights_for_sharding() -> None:
-    model = Own(tied=True)
-    assert blocks_of(model) == [model.layers[2]]
-
-
-def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.backbone = timm.create_model("vit_tiny_patch16_224", depth=3)
 
+    own, tied, named = Own(), Own(tied=True), Named()
+    assert blocks_of(own) == list(own.layers)
+    assert blocks_of(tied) == [tied.layers[2]]
+    assert blocks_of(named) == [named.layers[1]]
     assert len(blocks_of(Wrapped())) == 3
 
 

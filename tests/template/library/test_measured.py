@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,10 +13,9 @@ import torch
 from torch import nn
 
 from src.train.run import run
-from tests.template.runs import ROOT, resolved, task_of
+from tests.template.runs import resolved, run_python, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
 from timm_parallel.measure.guard import flags, guard
@@ -295,62 +292,6 @@ def test_result_flags_report_other_cpu_load_steal_time_slowdown_and_gpu_throttli
     assert flags(QUIET | changes, 100) == reasons
 
 
-class Nvml:
-    """Fake NVML that answers only some queries; the temperature rises with each."""
-
-    NVMLError = type("NVMLError", (Exception,), {})
-
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers, self.celsius = answers, 60
-
-    def __getattr__(self, name: str) -> Any:
-        def answer(*arguments: Any) -> Any:
-            if name == "nvmlDeviceGetTemperature" and name in self.answers:
-                self.celsius += 5
-                return self.celsius
-            if name not in self.answers:
-                raise self.NVMLError(name)
-            return self.answers[name]
-
-        return answer
-
-
-@pytest.mark.parametrize(
-    ("answers", "measured"),
-    [
-        ({}, None),
-        (
-            {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": 1},
-            {"celsius": None, "sm_mhz": None, "sm_mhz_max": None, "slowed_by": []},
-        ),
-        (
-            {
-                "nvmlInit": None,
-                "nvmlDeviceGetHandleByUUID": 1,
-                "nvmlDeviceGetTemperature": 1,
-                "nvmlDeviceGetClockInfo": 1500,
-                "nvmlDeviceGetMaxClockInfo": 1980,
-                "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
-            },
-            {
-                "celsius": 75,
-                "sm_mhz": 1500,
-                "sm_mhz_max": 1980,
-                "slowed_by": ["heat (by the hardware)"],
-            },
-        ),
-    ],
-)
-def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], measured: dict[str, Any] | None
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
-    gpu = Gpu("GPU-1")
-    for _ in range(3):
-        gpu.sample()
-    assert gpu.state() == measured
-
-
 class SteppedGpu:
     """Fake GPU whose energy counter rises by 5 J with every training step. With `known` false,
     the GPU of rank 1 has no counter.
@@ -409,12 +350,4 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
     """On Linux, ru_maxrss of a child process starts at the memory use of its parent process."""
     held = bytearray(300 * 2**20)
     code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert 2**20 < int(done.stdout) < len(held) // 2
+    assert 2**20 < int(run_python("-c", code).stdout) < len(held) // 2
