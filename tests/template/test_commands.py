@@ -14,13 +14,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from pages import EXTEND_PAGES, PAGES, all_commands, code_of, commands_of, name_of, read, spans
+from pages import EXTEND_PAGES, all_commands, code_of, name_of, read
 from PIL import Image
 
 from src.app import app
@@ -198,22 +197,6 @@ def test_config_of_a_copied_example_is_resolved(
         config = compose_command(given).config
         check_config(config)
         assert resolve(config)
-
-
-def documented_overrides() -> set[str]:
-    """Return the words `key=value` of all documented commands and inline code, as a shell passes
-    them on. The pages about extending the project are included.
-    """
-    texts = [*COMMANDS]
-    for page in PAGES:
-        texts += [*spans(read(page)), *commands_of(page)]
-    words: set[str] = set()
-    for text in texts:
-        # Skip inline code that a shell cannot split, for example because of an apostrophe.
-        with suppress(ValueError):
-            words.update(shlex.split(text))
-    keys = {word: OVERRIDE.fullmatch(word) for word in words if not re.search("[<…]", word)}
-    return {word for word, key in keys.items() if key is not None and is_known(key[1])}
 
 
 @pytest.fixture(scope="module")

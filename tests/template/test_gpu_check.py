@@ -69,19 +69,6 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     assert gpu_check.check([replace(part, alone=True) for part in parts]) == expected
 
 
-def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> None:
-    done = {
-        "speed: a": [Row("a: images/s", "12"), Row("a: other", "not installed", is_run=False)],
-        "faults": [Row("exit | code", "2, expected 0", True)],
-    }
-    text = gpu_check.report(done, {"slow": "FULL=1"}, "GPU", 9)
-    head, _, tail = text.partition("## Rows for docs/dev/benchmarks.md")
-    assert "- faults: exit | code: 2, expected 0" in head
-    assert {"- speed: a: a: other: not installed", "- slow: FULL=1"} <= set(head.splitlines())
-    assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
-    assert "| a: images/s | 12 |" in tail and "exit" not in tail
-
-
 def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -562,13 +562,6 @@ def test_csv_files_with_absolute_and_with_relative_paths_give_the_same_splits(
     assert splits[2]
 
 
-def test_val_fraction_is_refused_when_val_folder_exists(tmp_path: Path) -> None:
-    draw_images(tmp_path / "train")
-    draw_images(tmp_path / "val")
-    with pytest.raises(ValueError, match=r"data\.val_fraction"):
-        check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.2)))
-
-
 def test_error_has_the_value_of_val_fraction_when_the_val_split_would_be_empty(
     flowers: Path,
 ) -> None:

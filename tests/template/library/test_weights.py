@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from src.models.build import build_model
 from src.schema import ModelConfig
-from src.train.build import build_data_and_model, build_run
+from src.train.build import build_data_and_model
 from tests.template.runs import draw_images, resolved
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.load_weights import load_weights
 from timm_parallel.parallel.build import build_strategy
-from timm_parallel.testing.commands import Finished
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}
 DIGITS = [str(digit) for digit in range(10)]
@@ -165,15 +164,6 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(
     with pytest.raises(ValueError, match="not readable as weights") as refusal:
         load_weights(model(), path, DIGITS)
     assert "\n" not in str(refusal.value)
-
-
-def test_new_run_starts_from_the_tensors_in_the_model_weights_file(
-    finished_run: Finished,
-) -> None:
-    path = finished_run.folder / "checkpoints" / "last.pt"
-    config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.weights={path}")
-    run = build_run(config, build_strategy(config.parallel, Ranks(), None))
-    assert is_equal(run.state.model, torch.load(path, weights_only=True)["model"])
 
 
 class Wrapped(nn.Module):

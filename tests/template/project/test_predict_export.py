@@ -391,7 +391,6 @@ def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(
     finished_run: Finished, hub_folder: Path
 ) -> None:
     card, result = (hub_folder / "README.md").read_text(), finished_run.result
-    environment = json.loads((finished_run.folder / "environment.json").read_text())
     rows = {
         tuple(line.strip("| ").split(" | "))
         for line in card.splitlines()
@@ -405,15 +404,7 @@ def test_hub_export_has_a_model_card_with_the_metrics_of_the_run(
             str(result["test"]["samples"]),
         ) in rows
     assert ("val", "acc", f"{result['val']['acc_best']:.4f}", str(result["val"]["samples"])) in rows
-    for fact in (
-        environment["command"],
-        environment["cpu"]["model"],
-        result["commit"] or "",
-        result["data"]["all"],
-    ):
-        assert fact in card
-    header = yaml.safe_load(card.split("---")[1])
-    assert header["library_name"] == "timm" and "license" not in header and "# license:" in card
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "timm"
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs requirements-export.txt")
