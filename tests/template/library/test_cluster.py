@@ -232,7 +232,7 @@ REFUSED = [
     (job("kubernetes", image="x", claim="A b"), "cluster.claim=A b: "),
     (job(time="720"), "cluster.time=720: expected hh:mm:ss"),
     (job(time="00:01:00"), r"cluster\.signal_seconds=90: .* cluster\.time=00:01:00 \(60 s\)"),
-    (job(time="0-00:01:30"), r"cluster\.signal_seconds=90: .* \(90 s\)"),
+    (job(time="1-0", signal_seconds=90000), r"signal_seconds=90000: .* \(86400 s\)"),
     (job(memory="lots"), "cluster.memory=lots: "),
     (job(account="a\nb"), "cluster.account='a.*nb': "),
     (job(max_restarts=1, strategy="ddp"), "parallel.max_restarts=1: cluster=slurm "),

@@ -363,7 +363,7 @@ def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h
 def test_values_of_a_gpu_are_read_by_uuid_and_unknown_when_nvml_does_not_report_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The GPUs have another order than in CUDA, and the temperature rises with each query."""
+    """The GPUs have another order than in CUDA, and the temperature falls."""
     import pynvml
 
     answers: dict[str, dict[str, Any]] = {
@@ -372,8 +372,8 @@ def test_values_of_a_gpu_are_read_by_uuid_and_unknown_when_nvml_does_not_report_
             "GPU-a": SimpleNamespace(gpu=20),
         },
         "nvmlDeviceGetTotalEnergyConsumption": {"GPU-b": 7_500},
-        "nvmlDeviceGetTemperature": {"GPU-b": iter((70, 75))},
-        "nvmlDeviceGetClockInfo": {"GPU-b": 1500},
+        "nvmlDeviceGetTemperature": {"GPU-b": iter((75, 70))},
+        "nvmlDeviceGetClockInfo": {"GPU-b": iter((1500, 1980))},
         "nvmlDeviceGetMaxClockInfo": {"GPU-b": 1980},
         "nvmlDeviceGetCurrentClocksThrottleReasons": {"GPU-b": 0x44},
     }

@@ -542,24 +542,20 @@ def test_nfc_and_nfd_unicode_forms_of_a_file_name_get_the_same_split(
     assert len({split_of(form, data) for form in forms}) == 1
 
 
-def test_csv_files_with_absolute_and_with_relative_paths_give_the_same_splits(
+def test_csv_files_with_other_spellings_of_the_paths_give_the_same_splits(
     flowers: Path, tmp_path: Path
 ) -> None:
-    rows = rows_of(flowers)
-    relative = write_csv(flowers / "relative.csv", rows)
-    absolute = write_csv(
-        flowers / "absolute.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
-    )
-    outside = write_csv(
-        tmp_path / "outside.csv", [{**row, "file": str(flowers / row["file"])} for row in rows]
-    )
     splits = []
-    for path in (relative, absolute, outside):
-        data = DataConfig(name="csv", root=str(path), val_fraction=0.4)
-        check_data(Config(data=data))
-        splits.append(names_of(build_dataset(data).val))
-    assert splits[0] == splits[1]
-    assert splits[2]
+    for spelling in ("{}", f"{flowers}/{{}}", "daisy/.././/{}", f"../{flowers.name}/{{}}"):
+        rows = [{**row, "file": spelling.format(row["file"])} for row in rows_of(flowers)]
+        for folder in (flowers, tmp_path) if spelling[0] == "/" else (flowers,):
+            path = write_csv(folder / "spelled.csv", rows)
+            data = DataConfig(name="csv", root=str(path), val_fraction=0.4)
+            check_data(Config(data=data))
+            splits.append(names_of(build_dataset(data).val))
+    # Outside of the folder of the CSV, the whole path decides.
+    del splits[2]
+    assert splits[0] and splits == splits[:1] * 4
 
 
 def test_error_has_the_value_of_val_fraction_when_the_val_split_would_be_empty(

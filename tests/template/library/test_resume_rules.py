@@ -318,8 +318,9 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     for override, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
         assert main(*OVERRIDES, "resume=auto", override)[0] == 0
         assert main.ran[-1].resolve() == folder
-    code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
-    assert code == 2 and len(main.ran) == 4
+    for other in (("optim.lr=0.3",), ("optim.lr=0.1", "+model.kwargs.drop_rate=0.1")):
+        code, err = main(*OVERRIDES, "resume=auto", *other)
+        assert code == 2 and len(main.ran) == 4
     assert "resume=auto: no unfinished run of train" in err and "auto_or_new" in err
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image
 from test_timm_data import CLASSES, config_of, png, values_and_labels
 
 from src.schema import TrainConfig
-from tests.template.runs import task_of
+from tests.template.runs import resolved, task_of
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import train_labels
 from timm_parallel.data.samplers import class_balance
@@ -220,7 +221,7 @@ def test_tar_dataset_is_refused_when_a_validation_class_has_no_training_images(
 
 
 @pytest.mark.parametrize(("overrides", "white"), [((), 7), (("data.max_value=2047",), 255)])
-def test_tar_notes_the_range_of_deep_pixels_and_reads_max_value(
+def test_notes_have_the_range_of_deep_pixels_that_max_value_scales(
     tmp_path: Path, overrides: tuple[str, ...], white: int
 ) -> None:
     stream = io.BytesIO()
@@ -228,7 +229,10 @@ def test_tar_notes_the_range_of_deep_pixels_and_reads_max_value(
     members = {f"{name}/{n}.png": stream.getvalue() for name in CLASSES for n in range(4)}
     for split in ("train", "val"):
         write_tar(tmp_path / f"{split}.tar", members)
-    dataset = build_dataset(config_of("tar", tmp_path, *overrides).data)
-    assert dataset.train[0][0][0].tolist() == [[0, white]]
-    (note,) = dataset.notes("label")
-    assert "0 to 2047" in note and "data.max_value" in note
+        shutil.unpack_archive(tmp_path / f"{split}.tar", tmp_path / "images" / split)
+    folder = resolved("data=folder", f"data.root={tmp_path}/images", *overrides)
+    for config in (config_of("tar", tmp_path, *overrides), folder):
+        dataset = build_dataset(config.data)
+        assert dataset.train[0][0][0].tolist() == [[0, white]]
+        (note,) = dataset.notes("label")
+        assert "0 to 2047" in note and "data.max_value" in note
