@@ -182,6 +182,21 @@ def test_train_loader_gathers_batches_into_pinned_memory_in_a_thread(
         list(loader.epoch(0))
 
 
+def test_loader_workers_do_not_pin_memory() -> None:
+    split = InMemory(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
+    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
+    # Pretend that batches go to a GPU. No GPU is needed, because this test copies no batch.
+    prefetcher.device = torch.device("cuda")
+    for workers in (0, 2):
+        loader = train_loader_of(
+            BatchFetcher(split, Targets(), None, 0),
+            TrainSampler(len(split), 4, 0, 1, seed=0),
+            prefetcher,
+            workers,
+        )
+        assert loader.fetcher.pin_memory == (workers == 0)
+
+
 def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_each_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -428,6 +428,14 @@ def test_truncated_last_line_of_metrics_jsonl_is_removed_before_new_lines_are_wr
     assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
 
 
+def test_each_line_of_metrics_jsonl_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(1, loss=0.5)
+    assert logged(path) == [(1, 0.5)]
+    log.close()
+
+
 DAMAGE = st.one_of(
     st.binary(min_size=1, max_size=40).map(lambda noise: noise.replace(b"\n", b"") or b"\0"),
     st.sampled_from(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from src.app import app
-from src.schema import Config
+from src.schema import Config, OptimConfig
 from tests.template.runs import draw_images, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
@@ -30,7 +30,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.record.result import Result, read_result, write_result
-from timm_parallel.testing.configs import parse
+from timm_parallel.testing.configs import conf, parse
 
 OVERRIDES = (
     "model=tiny",
@@ -371,6 +371,34 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_g
         assert main.ran[-1].resolve() == expected, overrides
         assert f"{expected.relative_to(Path.cwd())}\n" in main.out
     assert load_config(flowers).task_name == "flowers"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=1)
+def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
+    folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
+    code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
+    assert code == 0, err
+    optim = load_config(folder).optim
+    assert isinstance(optim, OptimConfig)
+    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
+        "expected values from the group's file and from the command line"
+    )
+    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, (
+        "expected the value from the saved config"
+    )
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: Path) -> None:
+    folder = main.start(
+        "day/1",
+        f"--config-dir={conf(tmp_path / 'own', model__mine='name: test_vit')}",
+        "model=mine",
+    )
+    (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
+    assert main(f"resume={folder}") == (0, "")
+    assert load_config(folder).model.name == "test_vit"
 
 
 @pytest.mark.slow(seconds=1)

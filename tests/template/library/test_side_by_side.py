@@ -176,6 +176,22 @@ def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
     assert all(again["began"] >= ran(jobs, job)["ended"] for job in (jobs.jobs[0], jobs.jobs[2]))
 
 
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=3)
+def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(
+    tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        child,
+        "job_command",
+        lambda folder: [sys.executable, "-c", JOB.replace("not again", "True"), str(folder)],
+    )
+    monkeypatch.setenv("JOB_SHORT", "0")
+    jobs = frozen(tmp_path, "seed=1,2", "parallel.threads_per_device=1")
+    Sweep(jobs, max_jobs=2).run()
+    assert [job.status for job in jobs.jobs] == ["out_of_memory", "done"]
+
+
 def sweep(folder: Path, *more: str) -> list[str]:
     words = (
         "train.epochs=2",

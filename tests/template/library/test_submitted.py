@@ -12,7 +12,8 @@ from timm_parallel.lab.jobs import slurm_job as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
 from timm_parallel.lab.multirun import run_multirun
-from timm_parallel.launch.job import run_job
+from timm_parallel.launch.job import conclude, run_job
+from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, read_jobs
 from timm_parallel.record.result import Result, write_result
@@ -112,6 +113,16 @@ def test_interrupted_slurm_trial_is_submitted_again_when_its_search_is_resumed(
     assert child.job.status == "interrupted"
     started(folder)
     assert len(slurm.scripts) == 2
+
+
+def test_cancelled_slurm_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
+    config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
+    child = started(tmp_path / "0", config)
+    child.send(15)
+    conclude(config, tmp_path / "0", RankExits(signal=15))
+    assert child.has_ended() and child.conclude(None) is not None
+    assert child.job.status == "interrupted"
+    assert child.job.seconds is not None and child.job.seconds > 0
 
 
 def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(

@@ -21,11 +21,12 @@ from torchvision.transforms import v2
 import evaluate as entry
 from scripts import export as export_script
 from src.commands.load import load_trained
+from src.commands.plan import plan
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.models.preprocessing import preprocessing_for
 from src.schema import AugmentConfig, DataConfig
-from tests.template.runs import run_warm
+from tests.template.runs import TINY, run_warm
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 
@@ -215,3 +216,13 @@ def test_evaluation_and_export_keep_the_crop_mode_of_the_run(
     assert export_script.main([f"run={run}", f"output={tmp_path / 'export'}"]) == 0
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert config["pretrained_cfg"]["crop_mode"] == "border"
+
+
+@pytest.mark.slow(seconds=2)
+def test_plan_flops_double_when_images_are_twice_as_wide() -> None:
+    of_square, of_wide = (
+        plan([*TINY, "model=resnet18", f"data.image_size={size}"], [1])[0].flops_per_step
+        for size in ("64", "[64,128]")
+    )
+    assert of_square is not None and of_wide is not None
+    assert of_wide / of_square == pytest.approx(2, rel=1e-3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,12 +26,13 @@ from timm_parallel.faults.failure import (
 )
 from timm_parallel.faults.heartbeat import (
     Heartbeat,
+    Heartbeats,
     publish_failure,
     published_failures,
 )
-from timm_parallel.launch import job, nodes, supervisor, torchrun
-from timm_parallel.launch.job import conclude, record_end
-from timm_parallel.machine.ranks import Ranks
+from timm_parallel.launch import job, node, nodes, supervisor, torchrun
+from timm_parallel.launch.job import conclude, prepare, record_end
+from timm_parallel.machine.ranks import NodeAddress, Ranks
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
 from timm_parallel.parallel.group import TorchProcessGroup
 from timm_parallel.record.result import read_result
@@ -165,6 +168,31 @@ def test_refuse_followers_does_not_raise_when_another_rank_never_responds(
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 
 
+def test_result_json_has_the_torch_store_error_when_another_node_never_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other node sends no information about itself, so the error of the torch store is the only
+    known cause.
+    """
+    from torch.distributed import DistStoreError
+
+    config = resolved("parallel=ddp", "parallel.devices=2")
+    prepare(config, tmp_path)
+
+    def meet(place: NodeAddress, seconds: float) -> None:
+        raise DistStoreError("wait timeout after 300000ms, keys: /facts/1")
+
+    monkeypatch.setattr(node, "find_address", lambda: NodeAddress(0, 2))
+    monkeypatch.setattr(node, "_meet", meet)
+    assert node.main(tmp_path, tmp_path) == 1
+    assert capsys.readouterr().err == "node: wait timeout after 300000ms, keys: /facts/1\n"
+    result = read_result(tmp_path)
+    assert (result.status, result.reason) == (
+        "failed",
+        "wait timeout after 300000ms, keys: /facts/1",
+    )
+
+
 FULL = """
 import os, sys
 from pathlib import Path
@@ -268,6 +296,33 @@ def test_signal_that_is_ignored_when_a_command_starts_stays_ignored(number: sign
         signal.signal(number, previous)
 
 
+@pytest.mark.processes
+def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program `timeout` sends a signal to the process and also to its process group. The second
+    signal may arrive while the handler of the first signal starts the kill timer.
+    """
+    starts = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            starts.append(self)
+            if len(starts) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().start()
+
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
+    ended = supervisor._run_child(command, resolved("parallel=single").parallel)
+    assert (ended.signal, ended.exit_codes, len(starts)) == (
+        signal.SIGTERM,
+        {0: -signal.SIGKILL},
+        1,
+    )
+
+
 def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +348,45 @@ def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
         dog._end_without(Heartbeat(1, "nodeb", node=1))
     with pytest.raises(Left):
         dog._end(100.0)
+
+
+def test_watchdog_reads_heartbeats_without_error_while_another_thread_adds_nodes(
+    tmp_path: Path,
+) -> None:
+    """The watchdog reads a dictionary that the heartbeat thread changes. An exception would end the
+    watchdog thread without a message.
+    """
+    heartbeats = Heartbeats(Ranks(0, 2, 0, 1, node=0, nodes=2), None, tmp_path)
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> str:
+            return json.dumps({"rank": int(key.partition("/")[2]), "ticks": 1})
+
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while not over.is_set():
+                heartbeats.silent_node()
+        except BaseException as error:
+            errors.append(error)
+
+    watching = threading.Thread(target=look)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        watching.start()
+        for other in range(1, 3000):
+            heartbeats._read_node(other, Store())  # type: ignore[arg-type]
+    finally:
+        over.set()
+        watching.join()
+        sys.setswitchinterval(before)
+    assert errors == []
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), (None, 130)])

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from timm_parallel.faults import watchdog
+from timm_parallel.faults import heartbeat, watchdog
 from timm_parallel.faults.failure import RankExits, failure_files, first_failure, write_failure
 from timm_parallel.faults.heartbeat import (
     NODE_SILENT,
@@ -248,6 +248,26 @@ def test_node_0_reports_no_lost_node_when_heartbeats_of_node_0_were_delayed(
     first, _ = two_nodes(tmp_path, clock, monkeypatch)
     clock[0] += NODE_SILENT + 1
     assert first.silent_node() is None
+
+
+def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The error ends the heartbeat thread of node 0. Without the mark, other nodes would think that
+    node 0 is dead.
+    """
+
+    def full(folder: Path, record: dict[str, object]) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, second = two_nodes(tmp_path, [0.0], monkeypatch)
+    monkeypatch.setattr(heartbeat, "write_failure", full)
+    assert second.store is not None
+    for key, value in (("failure/0", "{}"), ("failed", "")):
+        second.store.set(key, value)
+    with pytest.raises(OSError, match="No space"):
+        exchange(second)
+    assert second.failed and second.peer_has_left()
 
 
 def test_closing_heartbeats_waits_until_the_heartbeat_thread_has_left_the_torch_store(

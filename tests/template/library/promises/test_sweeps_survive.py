@@ -273,6 +273,34 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
     assert starts(folder) == [1, 1, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
+    folder = tmp_path / "search"
+    search(folder)
+    jobs = read_jobs(folder)
+    jobs.jobs += [Job(number, f"trial {number}", str(number), []) for number in range(3, 20)]
+    jobs.write()
+    assert main(f"sweep.resume={folder}", "search.n_trials=4") == 0
+    assert statuses(folder) == ["done"] * 4
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_resumed_search_is_refused_when_no_trial_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hardware, "visible_cuda_devices", lambda: (CudaDevice(0, "a GPU", 2**34, "GPU-0"),)
+    )
+    monkeypatch.setattr(Search, "run", lambda search: search.jobs.write() or 0)
+    folder = tmp_path / "search"
+    search(folder, "parallel.accelerator=cuda")
+    monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
+    with pytest.raises(ValueError, match=r"parallel\.accelerator=cuda"):
+        main(f"sweep.resume={folder}")
+
+
 def on_slurm(folder: Path, *words: str) -> int:
     return main(
         *tiny("parallel=single", "cluster=slurm", "seed=1,2,3", f"hydra.sweep.dir={folder}", *words)
