@@ -25,6 +25,7 @@ from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
 from timm_parallel.data.loader import TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.metric_window import MetricWindow
 from timm_parallel.metric import Metric
@@ -165,6 +166,15 @@ def cpu_loader(fetcher: Any, sampler: Any, workers: int = 0) -> TrainLoader:
     """Build a training loader on the CPU that leaves the values of pixels in 0..255."""
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     return train_loader_of(fetcher, sampler, prefetcher, workers)
+
+
+def cpu_strategy(
+    kind: str = "single", devices: int = 1, ranks: Ranks | None = None, store: Any = None
+) -> Strategy:
+    config = ResolvedParallel(
+        strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
+    )
+    return build_strategy(config, ranks or Ranks(), store)
 
 
 def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunParts:

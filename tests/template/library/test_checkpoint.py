@@ -20,13 +20,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.tasks.classification import Classification
-from src.train.build import build_run
 from src.train.run import run
-from tests.template.runs import resolved
+from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
@@ -44,17 +42,15 @@ def run_of(
     """Build a run, train one step, and return the model, optimizer and loaders of the run. If a
     store is given, the caller must close the strategy of the run. `loss`: class of a loss.
     """
-    config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
+    config = resolved(*SETTINGS, *overrides)
     config.train.loss = loss or config.train.loss
-    torch.manual_seed(0)
-    strategy = build_strategy(config.parallel, ranks, store)
-    run = build_run(config, strategy)
+    run = parts_of(config, ranks, store)
     phase = run.state.phases[0]
     losses, _ = phase.wrapped(next(run.train_loader.epoch(0)))
     losses.mean().backward()
     phase.optimizer.step()
     if store is None:
-        strategy.close()
+        run.strategy.close()
     return run
 
 

@@ -396,5 +396,5 @@ def test_values_of_a_gpu_are_read_by_uuid_and_unknown_when_nvml_does_not_report_
     assert gpus[0].joules() == 7.5 and all(math.isnan(gpu.joules()) for gpu in gpus[1:])
     names = ("celsius", "sm_mhz", "sm_mhz_max", "slowed_by")
     known = dict(zip(names, (75, 1500, 1980, ["heat (by the hardware)"]), strict=True))
-    unknown = dict(zip(names, (None, None, None, []), strict=True))
+    unknown: dict[str, Any] = dict(zip(names, (None, None, None, []), strict=True))
     assert [gpu.state() for gpu in gpus] == [known, unknown, unknown, None]

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 import evaluate as entry
-from src.train.build import build_run
 from src.train.run import train
-from tests.template.runs import draw_images, resolved, start_run
+from tests.template.runs import draw_images, parts_of, resolved, start_run
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
@@ -107,7 +105,7 @@ def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
 
 def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
     config = resolved(*SMALL, f"data.root={data}", f"model.weights={weights}", *overrides)
-    return build_run(config, build_strategy(config.parallel, Ranks(), None))
+    return parts_of(config)
 
 
 def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
@@ -228,15 +226,15 @@ def test_evaluation_error_names_class_folders_that_the_trained_run_lacks(
 def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
     """Return the files that this rank reads in two epochs, as texts `<class>/<number>.png`."""
     config = resolved(*SMALL, f"data.root={root}", *overrides)
-    strategy = build_strategy(config.parallel, ranks, store)
-    train = build_run(config, strategy).train_loader
+    parts = parts_of(config, ranks, store)
+    train = parts.train_loader
     actual: list[str] = []
     train.fetcher.split.__class__.__getitem__ = recorded(actual)  # type: ignore[method-assign]
     for epoch in range(2):
         for _ in train.epoch(epoch):
             pass
     train.close()
-    strategy.close()
+    parts.strategy.close()
     return actual
 
 

@@ -16,9 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
 from src.schema import OPTIMIZERS_OF_PARTS
-from src.train.build import build_run
 from src.train.run import train
-from tests.template.runs import resolved, start_run
+from tests.template.runs import parts_of, resolved, start_run
 from timm_parallel.batch import Batch
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
@@ -46,11 +45,9 @@ def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
     """Build a run under fsdp, or single without a store. `name`: prefix of its keys."""
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
-        return build_run(config, build_strategy(config.parallel, ranks, None))
+        return parts_of(config, ranks)
     config = fsdp(ranks.world_size, *overrides)
-    return build_run(
-        config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
-    )
+    return parts_of(config, ranks, torch.distributed.PrefixStore(name, store))
 
 
 def backward(parts: RunParts) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
 from src.schema import ModelConfig
-from tests.template.runs import evaluate_batches, resolved, task_of, train_run
+from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
@@ -236,10 +236,7 @@ def test_evaluation_with_single_or_dp_on_cpu_uses_the_training_precision_in_ever
     spread: str,
 ) -> None:
     """On a CPU, dp runs its replicas in threads. Each thread has a separate autocast state."""
-    config = ResolvedParallel(
-        strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
-    )
-    strategy, model = build_strategy(config, Ranks(), None), Seen()
+    strategy, model = cpu_strategy(spread, 2 if spread == "dp" else 1), Seen()
     images, labels = torch.randn(7, 3, 2, 2), torch.zeros(7, dtype=torch.int64)
     evaluation = evaluate_with(strategy, model, torch.bfloat16, [(images, labels)])
     assert evaluation.samples == 7

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.template.runs import (
+    cpu_strategy,
     evaluate_batches,
     parts_of,
     resolved,
@@ -120,10 +121,7 @@ def test_evaluation_of_more_batches_does_not_read_more_tensor_values_from_the_de
     """An evaluation may read values only once, at its end. For example, torch.bincount or
     indexing with a mask would read values in every batch.
     """
-    strategy = build_strategy(
-        resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None
-    )
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+    strategy, model = cpu_strategy(), nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
 
     def reads_of(batches: int) -> int:
         images, labels = (

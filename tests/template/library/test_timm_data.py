@@ -17,8 +17,8 @@ from PIL import Image
 
 from src.data.transforms import OnImage, train_transform
 from src.schema import ResolvedConfig
-from src.train.build import build_data_and_model, build_run
-from tests.template.runs import resolved
+from src.train.build import build_data_and_model
+from tests.template.runs import parts_of, resolved
 from timm_parallel.app import as_resolved
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
@@ -113,7 +113,7 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
             "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
         )
         resolved = cast(ResolvedConfig, as_resolved(config))
-        run = build_run(resolved, build_strategy(resolved.parallel, Ranks(), None))
+        run = parts_of(resolved)
         loaders = (run.train_loader, *run.eval_loaders.values())
         assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}

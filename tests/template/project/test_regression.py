@@ -17,14 +17,13 @@ from torch.nn import functional
 
 import evaluate as entry
 from scripts import export, predict
-from src.schema import ResolvedParallel, TrainConfig
+from src.schema import TrainConfig
 from src.tasks.regression import Regression
-from tests.template.runs import losses_of, resolved, run_warm, task_of
+from tests.template.runs import cpu_strategy, losses_of, resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
@@ -106,10 +105,7 @@ def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
     images = torch.randint(0, 256, (23, 1, 2, 2), generator=draw, dtype=torch.uint8)
     targets = torch.randn(23, 3, generator=draw) * 5 + 100
     task = task_of(3, TrainConfig(task="regression", loss="mse"))
-    config = ResolvedParallel(
-        strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
-    )
-    strategy = build_strategy(config, ranks, store)
+    strategy = cpu_strategy("ddp", ranks.world_size, ranks, store)
     group = strategy.group
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
     loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)

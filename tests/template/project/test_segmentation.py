@@ -28,12 +28,11 @@ from src.models.segmenter import Segmenter
 from src.schema import (
     Config,
     DataConfig,
-    ResolvedParallel,
     ResolvedTrain,
     TrainConfig,
 )
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
-from tests.template.runs import losses_of, resolved, run_warm, task_of
+from tests.template.runs import cpu_strategy, losses_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -44,7 +43,6 @@ from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
@@ -141,10 +139,7 @@ def pixelwise() -> nn.Module:
 
 
 def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
-    config = ResolvedParallel(
-        strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
-    )
-    strategy = build_strategy(config, ranks, store)
+    strategy = cpu_strategy("ddp", ranks.world_size, ranks, store)
     # The windows are larger than some images.
     task = task_for([8, 8], evaluation=mode)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)

@@ -20,17 +20,14 @@ from torchvision.transforms import v2
 
 from src.data.transforms import CropAndFlip, batch_step, train_transform
 from src.schema import AugmentConfig, OptimConfig, TrainConfig
-from src.train.build import build_run
 from src.train.optim import clip_gradients
-from tests.template.runs import resolved, task_of
+from tests.template.runs import parts_of, resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.erasing import Erasing
 from timm_parallel.data.mixing import Mixing
 from timm_parallel.data.samplers import seed_draws
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.seeds import seeds_for
-from timm_parallel.parallel.build import build_strategy
 
 SIZE = 48
 
@@ -191,7 +188,7 @@ def test_training_batches_of_digits_are_equal_with_and_without_batched_augmentat
     for batched in (True, False):
         if not batched:
             monkeypatch.setattr("src.tasks.images.batch_step", lambda *_: None)
-        run = build_run(config, build_strategy(config.parallel, Ranks(), None))
+        run = parts_of(config)
         assert run.train_loader.fetcher.gathers == batched
         seen.append([batch.image for batch in run.train_loader.epoch(1, first_batch=2)])
     assert len(seen[0]) == 4

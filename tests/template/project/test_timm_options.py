@@ -19,11 +19,9 @@ from torch import nn
 from src.data.transforms import Preprocessing, evaluation_transform
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import DataConfig, ResolvedConfig
-from src.train.build import build_run
 from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.runtime.replica_checks import parameters_hash
 from timm_parallel.testing.ranks import in_ranks
 
@@ -302,9 +300,8 @@ def test_error_names_the_key_when_model_optimizer_or_schedule_rejects_its_value(
     overrides: tuple[str, ...], message: str
 ) -> None:
     config = resolved("parallel=single", "parallel.accelerator=cpu", *overrides)
-    strategy = build_strategy(config.parallel, Ranks(), None)
     with pytest.raises(ValueError, match=message) as refusal:
-        build_run(config, strategy)
+        parts_of(config)
     assert "\n" not in str(refusal.value)
 
 
@@ -342,9 +339,8 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
         "data.image_size=8",
     )
     config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
-    strategy = build_strategy(config.parallel, Ranks(), None)
     with pytest.raises(type(fault)) as raised:
-        build_run(config, strategy)
+        parts_of(config)
     assert raised.value is fault
 
 
