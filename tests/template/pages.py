@@ -62,9 +62,7 @@ def sections(page: Path | str) -> dict[str, str]:
 
 
 def commands_of(path: Path) -> list[str]:
-    """Return the commands in the code blocks and inline code of a page, or in the comments of a
-    file in conf/.
-    """
+    """Return the commands of a page, or in the comments of a file in conf/."""
     text = read(path)
     if path.suffix != ".md":
         lines = re.findall(r"^#   ((?:python|torchrun|make|cp) .*)$", text, re.MULTILINE)
@@ -76,9 +74,7 @@ def commands_of(path: Path) -> list[str]:
 
 
 def all_commands() -> list[str]:
-    """Return the commands of all pages and files of conf/, except those that need the code of
-    EXTEND_PAGES.
-    """
+    """Return the commands of all pages and files of conf/, except EXTEND_PAGES."""
     pages = {*PAGES, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "conf").rglob("*.example")}
     pages -= {ROOT / "CHANGELOG.md", *EXTEND_PAGES}
     return sorted({command for path in pages for command in commands_of(path)})
@@ -90,12 +86,6 @@ def outputs_of(page: Path) -> list[Output]:
         Output(name_of(page), match["command"], match["lines"], match["shown"])
         for match in OUTPUT.finditer(read(page))
     ]
-
-
-def without_outputs(page: Path) -> str:
-    """Return the text of a page without the outputs of `outputs_of`."""
-    # The pattern does not include the end of the block.
-    return OUTPUT.sub("```\n", read(page))
 
 
 def links_of(text: str) -> list[str]:

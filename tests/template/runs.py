@@ -25,6 +25,7 @@ from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
 from timm_parallel.data.loader import TrainLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.build import build_strategy
@@ -52,11 +53,21 @@ TINY = (
 )
 
 
-def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command in the root of the project. Return its exit code and output."""
-    command = [sys.executable, *words]
+def run_python(
+    *words: str,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python command, and return its exit code and output."""
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -74,9 +85,7 @@ def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Pa
 
 
 def tiny(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny training run, followed by the given overrides. A given
-    override replaces the default override of the same key.
-    """
+    """Return TINY with the given overrides, which replace those of the same key."""
     return merged(*TINY, *overrides)
 
 
@@ -88,9 +97,7 @@ def resolved(*overrides: str) -> ResolvedConfig:
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:
-    """Train a run with the overrides in TINY and the given overrides in forked ranks, and return
-    the run folder. The test fails if the run fails.
-    """
+    """Train a run with TINY and the given overrides in forked ranks; fail if it fails."""
     return train_warm(resolved(*overrides), folder)
 
 
@@ -186,6 +193,15 @@ def cpu_loader(fetcher: Any, sampler: Any, workers: int = 0) -> TrainLoader:
     """Build a training loader on the CPU that leaves the values of pixels in 0..255."""
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
     return train_loader_of(fetcher, sampler, prefetcher, workers)
+
+
+def cpu_strategy(
+    kind: str = "single", devices: int = 1, ranks: Ranks | None = None, store: Any = None
+) -> Strategy:
+    config = ResolvedParallel(
+        strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
+    )
+    return build_strategy(config, ranks or Ranks(), store)
 
 
 def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunParts:

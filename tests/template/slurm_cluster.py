@@ -40,9 +40,7 @@ SLURM = JOB.split()[2:]
 
 @pytest.fixture(scope="module", name="cluster")
 def cluster_of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start a Slurm cluster of two nodes on this machine, and stop it after the tests of a module.
-    Yield the environment variables that commands need to use the cluster.
-    """
+    """Start a Slurm cluster of two nodes; yield the variables that commands need."""
     folder = tmp_path_factory.mktemp("slurm")
     environment = {
         **os.environ,

@@ -14,15 +14,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
-from pages import EXTEND_PAGES, PAGES, all_commands, code_of, commands_of, name_of, read, spans
+from pages import EXTEND_PAGES, all_commands, code_of, name_of, read
 from PIL import Image
 
 from src.app import app
@@ -59,9 +56,6 @@ ALONE, WITH_RANKS = "/plan", "evaluate.*parallel=ddp"
 ON_A_RUN = "outputs/(…|train|finetune)|<run folder>"
 
 
-# --- names in commands
-
-
 # Files that are the user's, so they are not in the repository.
 OF_THE_USER = {"args.yaml", "conf/local/default.yaml", "conf/local/slurm.sh"}
 FILE = re.compile(r"[\w./-]+\.(py|sh|txt|lock|yaml|toml|ipynb|example)")
@@ -90,9 +84,7 @@ def missing_names(command: str) -> list[str]:
 
 
 def is_accepted(key: str, value: str, scripts: list[str]) -> bool:
-    """Return True if one of the scripts takes the key: as an option of its own, as a config key, or
-    as a config group that has the option.
-    """
+    """Return True if one of the scripts takes the key, or it is a key or group."""
     if (ROOT / "conf" / key).is_dir():
         names = re.findall(r"[\w-]+", value)
         return all((ROOT / "conf" / key / f"{name}.yaml").is_file() for name in names)
@@ -181,12 +173,6 @@ COPIES = [
 ]
 
 
-def test_every_example_shows_how_to_copy_and_train_it() -> None:
-    shown = {page for page, _, _ in COPIES}
-    assert {name_of(path) for path in (ROOT / "examples").glob("*.py")} <= shown
-    assert {name_of(path) for path in EXTEND_PAGES if "cp examples/" in read(path)} <= shown
-
-
 @pytest.mark.parametrize(("page", "copied", "commands"), COPIES)
 def test_config_of_a_copied_example_is_resolved(
     page: str, copied: str, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,45 +198,6 @@ def test_config_of_a_copied_example_is_resolved(
         config = compose_command(given).config
         check_config(config)
         assert resolve(config)
-
-
-def documented_overrides() -> set[str]:
-    """Return the words `key=value` of all documented commands and inline code, as a shell passes
-    them on. The pages about extending the project are included.
-    """
-    texts = [*COMMANDS]
-    for page in PAGES:
-        texts += [*spans(read(page)), *commands_of(page)]
-    words: set[str] = set()
-    for text in texts:
-        # Skip inline code that a shell cannot split, for example because of an apostrophe.
-        with suppress(ValueError):
-            words.update(shlex.split(text))
-    keys = {word: OVERRIDE.fullmatch(word) for word in words if not re.search("[<…]", word)}
-    return {word for word, key in keys.items() if key is not None and is_known(key[1])}
-
-
-def test_every_documented_override_is_accepted_by_hydra_when_typed_in_a_shell() -> None:
-    """Hydra needs quotes around a value that contains parentheses or backslashes, in addition to
-    those of the shell.
-    """
-    words = documented_overrides()
-    parser = OverridesParser.create()
-    refused = []
-    for word in sorted(words):
-        try:
-            parser.parse_overrides([word])
-        except OverrideParseException:
-            refused.append(word)
-    assert refused == []
-    (pattern,) = [word for word in words if word.startswith("data.group_pattern=")]
-    value = compose_command(
-        parse("data=folder", "data.root=x", "data.val_fraction=0.2", pattern)
-    ).config.data.group_pattern
-    assert re.search(str(value), "rose/p17_2.jpg")[1] == "p17"  # type: ignore[index]
-
-
-# --- scripts: each with the arguments of the page, for one finished run
 
 
 @pytest.fixture(scope="module")
@@ -293,9 +240,7 @@ SAYS = {
 
 
 def scripts_like(pattern: str) -> list[str]:
-    """Return the commands that match, with paths replaced by test paths and without the resulting
-    duplicates.
-    """
+    """Return the commands that match, with test paths and without duplicates."""
     actual = set()
     for command in (command for command in SCRIPTS if re.search(pattern, command)):
         for shown, here in STANDS_FOR.items():
@@ -334,7 +279,6 @@ def test_documented_plan_py_command_prints_memory_per_device(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.parametrize("command", scripts_like(ON_A_RUN))
 def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
     command: str,
@@ -348,7 +292,6 @@ def test_documented_script_command_prints_or_writes_a_result_for_a_finished_run(
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", scripts_like(WITH_RANKS))
 def test_documented_evaluate_command_runs_on_two_ddp_ranks(
@@ -360,9 +303,6 @@ def test_documented_evaluate_command_runs_on_two_ddp_ranks(
     done = train.start_command([sys.executable, f"{name}.py", *arguments], tmp_path).finish()
     assert done.returncode == 0, done.output
     assert SAYS[name] in done.stdout and '"world_size": 2' in done.stdout
-
-
-# --- other commands
 
 
 @pytest.mark.slow(seconds=1)

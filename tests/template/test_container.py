@@ -30,14 +30,6 @@ def stages() -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_dockerfile_installs_requirements_lock_with_hashes_in_one_stage() -> None:
-    assert "ARG BASE=" in DOCKERFILE
-    assert set(stages()) == {"packages", "train", "tensorboard", "jupyter"}
-    with_packages = [name for name, text in stages().items() if "requirements.lock" in text]
-    assert with_packages == ["packages"]
-    assert "--require-hashes -r requirements.lock" in stages()["packages"]
-
-
 def test_dockerfile_has_the_c_compiler_that_torch_compile_calls_on_a_gpu() -> None:
     [installed] = re.findall(
         r"(?m)^RUN apt-get update && apt-get install (.*?) && rm -rf /var/lib/apt/lists", DOCKERFILE
@@ -62,16 +54,6 @@ def test_compose_file_publishes_ports_on_loopback_only() -> None:
     )
 
 
-def test_compose_services_have_build_targets_and_shared_memory() -> None:
-    actual = services()
-    assert {name: service["build"]["target"] for name, service in actual.items()} == {
-        name: name for name in ("train", "tensorboard", "jupyter")
-    }
-    assert set(actual) <= set(stages())
-    assert actual["train"]["shm_size"] == "8gb"
-    assert list(services("compose.gpu.yaml")) == ["train"]
-
-
 def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert {
@@ -83,21 +65,6 @@ def test_dockerignore_excludes_secrets_data_and_outputs() -> None:
         "conf/local/default.yaml",
         "conf/local/slurm.sh",
     } <= set(ignored)
-
-
-def test_devcontainer_builds_an_existing_stage_of_the_dockerfile() -> None:
-    actual = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
-    place = ROOT / ".devcontainer" / actual["build"]["dockerfile"]
-    assert place.resolve() == ROOT / "Dockerfile"
-    assert actual["build"]["target"] in stages()
-
-
-def test_notebook_has_no_outputs_and_jupyter_is_not_a_runtime_requirement() -> None:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert all(not cell.get("outputs") for cell in cells)
-    runtime = (ROOT / "requirements.txt").read_text(encoding="utf-8")
-    assert "jupyter" not in runtime
-    assert "nbclient" not in runtime
 
 
 def test_code_of_the_notebook_compiles_and_its_sweep_is_a_valid_command() -> None:
@@ -115,7 +82,6 @@ def test_code_of_the_notebook_compiles_and_its_sweep_is_a_valid_command() -> Non
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
-@pytest.mark.processes
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))),
     reason="needs requirements-notebook.txt",

@@ -8,7 +8,6 @@ those files of examples/ that have a YAML.
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -34,7 +33,7 @@ from torch.nn.functional import cross_entropy
 import src.train.run
 from scripts.maintain.docs_outputs import copy_project
 from src.schema import DataConfig
-from tests.template.runs import losses_of, resolved, start_run, tiny
+from tests.template.runs import losses_of, resolved, run_python, start_run, tiny
 from timm_parallel import InMemory, Training
 from timm_parallel.testing.configs import read_lines, without_times
 
@@ -159,9 +158,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def npz(scratch: Path) -> Path:
-    """Write gray images of two classes, brighter in the second, into an .npz file with the arrays
-    of MedMNIST.
-    """
+    """Write gray images of two classes into an .npz file with the arrays of MedMNIST."""
     draw, arrays = np.random.default_rng(0), {}
     for name, count in (("train", 64), ("val", 16), ("test", 8)):
         labels = np.arange(count)[:, None] % 2
@@ -174,9 +171,7 @@ def npz(scratch: Path) -> Path:
 
 
 def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> Path:
-    """Run a command of the page in the copy with fewer steps, and return the folder of the run or
-    sweep.
-    """
+    """Run a command of the page with fewer steps; return the folder of the run or sweep."""
     folder = folder or copy / "runs" / str(len(list((copy / "runs").glob("*"))))
     given = [
         *shlex.split(line)[2:],
@@ -185,10 +180,7 @@ def run(copy: Path, line: str, *overrides: str, folder: Path | None = None) -> P
         f"hydra.sweep.dir={folder}",
     ]
     chosen = {word.partition("=")[0]: word for word in (*SMALL, *given)}
-    command = [sys.executable, "train.py", *chosen.values()]
-    done = subprocess.run(
-        command, cwd=copy, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("train.py", *chosen.values(), cwd=copy)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return folder
 
@@ -210,11 +202,6 @@ def module(copy: Path, name: str) -> Any:
     return loaded
 
 
-def test_examples_change_no_file_of_the_library() -> None:
-    files = {name: example.files for name, example in EXAMPLES.items()}
-    assert [name for name in files if any("timm_parallel" in file for file in files[name])] == []
-
-
 def test_pages_show_parts_of_the_files_in_examples() -> None:
     parts = [part for example in EXAMPLES.values() for part in example.parts]
     assert parts
@@ -225,19 +212,8 @@ def test_code_of_examples_passes_ruff(scratch: Path) -> None:
     files = {file for example in EXAMPLES.values() for file in example.files}
     python = sorted(file for file in files if file.endswith(".py"))
     for words in (("check",), ("format", "--check")):
-        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *python]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=300)
+        done = run_python("-m", "ruff", *words, "--no-cache", *python, cwd=scratch)
         assert done.returncode == 0, done.stdout
-
-
-def test_every_example_has_a_command_and_a_link_in_the_table() -> None:
-    anchors = [f"#{name.lower().replace(' ', '-')}" for name in EXAMPLES]
-    table = read(EXTEND_PAGES[0]).partition("\n## ")[0]
-    assert re.findall(r"\]\((?:(?:extend_training|examples)\.md)?(#[\w-]+)\)", table) == anchors
-    assert all(example.commands for example in EXAMPLES.values())
-
-
-# --- code
 
 
 def test_f1_metric_in_docs_extend_md_matches_scikit_learn(scratch: Path) -> None:
@@ -300,10 +276,8 @@ def test_own_augmentation_follows_the_steps_of_the_keys(scratch: Path, hflip: fl
 
 @pytest.mark.processes
 def test_test_of_an_own_model_passes(scratch: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_patches.py"]
-    done = subprocess.run(
-        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
-    )
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_patches.py")
+    done = run_python(*words, cwd=scratch)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -386,9 +360,6 @@ def test_loop_of_the_page_trains_as_the_default_loop(scratch: Path, tmp_path: Pa
     assert watched == lines(src.train.run.train)
 
 
-# --- commands
-
-
 # Function that puts paths of the tests into a command of a page.
 Fill = Callable[[str], str]
 
@@ -409,7 +380,6 @@ def fill(scratch: Path, npz: Path) -> Fill:
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [
@@ -443,9 +413,7 @@ def model_of(name: str) -> tuple[str, ...]:
 
 
 def words_for(name: str, fill: Fill) -> list[str]:
-    """Return the words of the last training command of an example, shortened to three steps on one
-    device.
-    """
+    """Return the last training command of an example, with three steps on one device."""
     line = [line for line in EXAMPLES[name].trainings if "resume=" not in line][-1]
     given = [
         word
@@ -464,12 +432,9 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
     """Train, evaluate, predict with and resume the runs of `jobs`, and return what they printed."""
     for number in range(2):
         Image.new("RGB", (32, 32), (100 * number, 50, 0)).save(images / f"{number}.png")
-    script = Path(__file__).with_name("example_runs.py")
-    command = [sys.executable, str(script), json.dumps(jobs), str(images)]
+    words = (str(Path(__file__).with_name("example_runs.py")), json.dumps(jobs), str(images))
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
+    done = run_python(*words, cwd=copy, environment=environment, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["name"] for run in runs] == list(jobs)
@@ -478,7 +443,6 @@ def follow_runs(copy: Path, jobs: dict[str, list[str]], images: Path) -> list[di
 
 
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "names",
@@ -497,39 +461,6 @@ def test_run_of_every_example_can_be_resumed_evaluated_and_used_to_predict(
         assert done["rows"] == trained["samples"], name
         for image in done["predicted"]:
             assert {"class_1", "probability_1"} <= image.keys(), name
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["Examples", "A task"])
-def test_plan_py_plans_an_example_with_several_networks_or_inputs(name: str, scratch: Path) -> None:
-    line = EXAMPLES[name].trainings[0]
-    command = [sys.executable, "scripts/plan.py", *shlex.split(line)[2:], "parallel.devices=1,2"]
-    assert subprocess.run(command, cwd=scratch, check=False, timeout=300).returncode == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_custom_tracker_receives_the_values_of_metrics_jsonl(scratch: Path) -> None:
-    line = EXAMPLES["A tracker"].trainings[0]
-    folder = run(scratch, line, "model=tiny", *STRATEGIES[1])
-    run(scratch, f"python train.py resume={folder} train.max_steps=5 train.epochs=9", folder=folder)
-    with open(folder / "numbers.csv", newline="") as file:
-        rows = [
-            (int(row["step"]), row["name"], float(row["value"]))
-            for row in csv.DictReader(file)
-            if "/" in row["name"]
-        ]
-    # Both the first run and the resumed run evaluate at their last step, so both files contain
-    # two evaluations.
-    assert rows == [
-        (line["step"], name, value)
-        for line in read_lines(folder / "metrics.jsonl")
-        for name, value in line.items()
-        if "/" in name
-    ]
 
 
 # Command lines that own code refuses, and the start of the message.
@@ -553,14 +484,11 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_train_py_exits_2_when_a_setting_of_a_custom_metric_loss_or_strategy_is_invalid(
     scratch: Path,
 ) -> None:
-    command = [sys.executable, "-c", REFUSE, *(" ".join(tiny(*line.split())) for line in REFUSED)]
-    done = subprocess.run(
-        command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
-    )
+    lines = (" ".join(tiny(*line.split())) for line in REFUSED)
+    done = run_python("-c", REFUSE, *lines, cwd=scratch)
     assert done.returncode == 0, done.stdout + done.stderr
     for line, message in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
         assert re.search(message, line), line

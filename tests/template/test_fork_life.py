@@ -1,8 +1,4 @@
-"""A fork after `make fork`: it follows the examples of docs/extend.md, and its own checks pass.
-
-At every commit, `make lint test` runs in a fork with all examples together. Every night, a fork
-uses all commands with the library as a wheel.
-"""
+"""A fork after `make fork`: its own checks pass, and its commands work."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ and of --config. Newer ones are in `NEWER`.
 
 from __future__ import annotations
 
-import inspect
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from timm.loss import compute_class_weights, create_classification_loss
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
-from timm.task import MultiLabelClassificationEvaluator
 from torch import nn
 
 from scripts import from_timm
@@ -65,26 +62,6 @@ def test_from_timm_yaml_lists_every_argument_of_timm_train_py_once_with_the_defa
     assert sum(len(TABLE[part]) for part in (*from_timm.PARTS, "converted")) == len(TIMM)
     assert set(TABLE["no_aug"]) <= set(TIMM)
     assert all(reason for _, reason in TABLE["without_meaning"].values())
-
-
-def test_defaults_of_newer_timm_arguments_equal_the_defaults_of_the_timm_functions() -> None:
-    taken = {
-        **inspect.signature(create_classification_loss).parameters,
-        **{
-            f"loss_weight_{name}": item
-            for name, item in inspect.signature(compute_class_weights).parameters.items()
-        },
-        **{
-            f"lr_{name}": item
-            for name, item in inspect.signature(create_scheduler_v2).parameters.items()
-        },
-        "multilabel_threshold": inspect.signature(MultiLabelClassificationEvaluator).parameters[
-            "threshold"
-        ],
-        "loss_weight_max": inspect.signature(compute_class_weights).parameters["max_weight"],
-    }
-    compared = {name: taken[name].default for name in NEWER if name in taken}
-    assert len(compared) == 8 and compared == {name: NEWER[name] for name in compared}
 
 
 @pytest.mark.parametrize(
@@ -142,20 +119,6 @@ def test_timm_argument_keeps_its_value_in_the_equivalent_config_key(name: str) -
 def test_timm_argument_without_equivalent_config_key_is_reported_when_given(name: str) -> None:
     assert not any(f" {name}=" in line for line in TimmArguments({}).differences)
     assert any(f" {name}=7;" in line for line in TimmArguments({name: 7}).differences)
-
-
-def test_empty_timm_args_file_is_converted_to_timm_defaults() -> None:
-    settings = {key: value for key, value in converted().items() if value is not None}
-    assert settings["data.augment.scale"] == [0.08, 1.0] and settings["data.augment.hflip"] == 0.5
-    assert (settings["data.augment.color_jitter"], settings["train.smoothing"]) == (0.4, 0.1)
-    assert (settings["optim.opt"], settings["optim.lr"], settings["optim.lr_rule"]) == (
-        "sgd",
-        0.1,
-        "linear",
-    )
-    assert (settings["optim.warmup_prefix"], settings["train.epochs"]) == (False, 300)
-    assert settings["train.precision"] == "tf32" and settings["parallel.dist_bn"] == "reduce"
-    assert not any(".kwargs." in key for key in settings)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +15,6 @@ from scripts.maintain.gpu_rows import Done, Part, Row
 from tests.template.runs import run_python
 from timm_parallel.machine import hardware
 
-ROOT = Path(__file__).resolve().parents[2]
-# Names of modules in timm_parallel/testing/ that GPU tests import.
-SUPPORT = ("warm", "ranks", "configs", "commands", "fixtures", "gpu")
-
 
 @pytest.mark.processes
 def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
@@ -32,43 +25,6 @@ def test_make_gpu_check_prints_one_line_when_no_gpu_is_visible() -> None:
         0,
         NOT_SEEN.format("no CUDA device is visible here") + "\n",
     ), done.stderr
-
-
-def test_gpu_tests_import_only_packages_that_make_gpu_check_requires() -> None:
-    """The ranks of GPU tests are forked from a server that imports warm.py, so its imports count
-    too.
-    """
-    files = (
-        *gpu_check.WAITS,
-        *gpu_check.ON_DEVICE,
-        *(f"timm_parallel/testing/{name}.py" for name in SUPPORT),
-        *("tests/conftest.py", "tests/template/conftest.py", "tests/template/runs.py"),
-    )
-    needed = {
-        name.partition(".")[0]
-        for file in files
-        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [entry.name for entry in node.names]
-        )
-    }
-    # torch requires filelock, and torchvision requires Pillow and numpy.
-    available = {
-        *sys.stdlib_module_names,
-        *gpu_check.NEEDED,
-        "filelock",
-        "PIL",
-        "numpy",
-        "src",
-        "timm_parallel",
-        "scripts",
-        "tests",
-        "train",
-    }
-    assert needed - available == set()
 
 
 @pytest.mark.processes
@@ -111,19 +67,6 @@ def test_make_gpu_check_continues_after_a_check_fails_or_times_out() -> None:
     parts = [Part("one", 9, breaks), Part("two", 8, hangs), Part("three", 7, sees)]
     assert gpu_check.check(parts) == expected
     assert gpu_check.check([replace(part, alone=True) for part in parts]) == expected
-
-
-def test_gpu_check_report_lists_failed_checks_and_those_that_were_not_run() -> None:
-    done = {
-        "speed: a": [Row("a: images/s", "12"), Row("a: other", "not installed", is_run=False)],
-        "faults": [Row("exit | code", "2, expected 0", True)],
-    }
-    text = gpu_check.report(done, {"slow": "FULL=1"}, "GPU", 9)
-    head, _, tail = text.partition("## Rows for docs/dev/benchmarks.md")
-    assert "- faults: exit | code: 2, expected 0" in head
-    assert {"- speed: a: a: other: not installed", "- slow: FULL=1"} <= set(head.splitlines())
-    assert "| exit \\| code | 2, expected 0 | **wrong** |" in head
-    assert "| a: images/s | 12 |" in tail and "exit" not in tail
 
 
 def test_make_gpu_check_exits_2_before_any_check_when_a_package_is_missing(

@@ -1,15 +1,10 @@
-"""Documentation pages: linked and named files exist, both languages show the same commands and
-code, shown code runs, and outputs come from named commands.
-
-tests/template/test_commands.py checks the commands of the pages.
-"""
+"""Documentation pages: links, both languages, code and outputs."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,26 +17,21 @@ import torch
 from pages import (
     PAGES,
     anchors,
-    blocks,
     code_of,
     commands_of,
     links_of,
-    name_of,
     outputs_of,
     read,
-    without_outputs,
 )
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
-from scripts import plan
 from src.data.datasets import Digits
 from src.schema import DataConfig, OptimConfig, TrainConfig
 from tests.template.runs import ROOT, run_warm, task_of
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.runtime.evaluation import Evaluation
-from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import conf, parse
 
 
@@ -155,61 +145,6 @@ def test_version_is_equal_in_both_pyprojects_both_changelogs_and_citation() -> N
     assert len(version) == 1 and all(other == version for other in others), versions
 
 
-# --- outputs
-
-
-OUTPUTS = [output for page in PAGES for output in outputs_of(page)]
-
-
-def test_command_outputs_on_pages_are_complete_and_contain_no_local_paths() -> None:
-    """A failure means that `make docs-outputs` was not run after an output block was added."""
-    assert OUTPUTS
-    for output in OUTPUTS:
-        assert output.text.strip(), output
-        assert all(re.search(output.lines or "", line) for line in output.text.splitlines()), output
-        assert not re.search(r"/tmp/|/home/|/root/|/work/", output.text), output
-
-
-def test_every_run_output_on_a_page_comes_from_a_named_command() -> None:
-    """Text that looks like output of a run or sweep, or like an error message, must be captured
-    from a command.
-    """
-    for page in PAGES:
-        typed = [
-            text
-            for language, text in blocks(without_outputs(page))
-            if not language and re.search("epoch |train.py:", text)
-        ]
-        assert typed == [], page
-
-
-TABLE = re.compile(r"^python scripts/plan\.py (.*)\n```\n\n((?:\|.*\n)+)", re.MULTILINE)
-PLANS = TABLE.findall(read("docs/gpus.md"))
-
-
-def test_gpus_page_shows_tables_of_plan_py() -> None:
-    assert PLANS
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "table"), PLANS)
-def test_batch_tables_of_gpus_page_match_output_of_plan_py(
-    arguments: str, table: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = [[float(cell) for cell in re.findall(r"[\d.]+", row)] for row in table.splitlines()[2:]]
-    assert plan.main([*shlex.split(arguments), "--json"]) == 0
-    columns = (
-        *("devices", "batch_size", "batch_size_per_device"),
-        *("dropped_per_epoch", "steps", "learning_rate"),
-    )
-    planned = [[row[column] for column in columns] for row in json.loads(capsys.readouterr().out)]
-    assert [pytest.approx(row) for row in planned] == shown
-
-
-# --- code
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=4)
 def test_documented_digits_script_writes_each_image_into_the_folder_of_the_class(
@@ -311,11 +246,7 @@ def test_experiment_on_quickstart_page_adds_its_groups_and_keys_to_the_recipe(
     assert (config.data.batch_size, config.optim.layer_decay) == (64, 0.75)
 
 
-# --- the site
-
-
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="needs requirements-docs.txt"
 )

@@ -1,6 +1,4 @@
-"""Error rate and bias of the report on simulated sweeps over settings with known truth, see
-docs/dev/report_method.md.
-"""
+"""Error rate and bias of the report on simulated sweeps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`make update` merges a newer template into a fork, or leaves the fork as it was. Tested with
-small repositories and with this project.
-"""
+"""`make update` merges a newer template into a fork, or leaves the fork as it was."""
 
 from __future__ import annotations
 

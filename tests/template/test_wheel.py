@@ -20,9 +20,7 @@ SMALL_PROJECT = ROOT / "timm_parallel" / "tests" / "small_project"
 
 
 def run_in(folder: Path, *command: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a command without the variables of this test run, and return its output, or fail with
-    it. `codes`: expected exit codes.
-    """
+    """Run a command without the variables of this test run. `codes`: expected exit codes."""
     variables = {
         name: value
         for name, value in os.environ.items()

@@ -1,6 +1,4 @@
-"""Tests of a sweep that runs as one Slurm job array. Each task of the array runs one job of the
-sweep, and the last task writes the report.
-"""
+"""Tests of a sweep that runs as one Slurm job array."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that checkpoints hold unwrapped weights and plain values, are written atomically, and are
-refused if they do not fit the run.
-"""
+"""Checkpoints are written atomically, and refused if they do not fit the run."""
 
 from __future__ import annotations
 
@@ -22,13 +20,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.tasks.classification import Classification
-from src.train.build import build_run
 from src.train.run import run
-from tests.template.runs import resolved
+from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
@@ -46,17 +42,15 @@ def run_of(
     """Build a run, train one step, and return the model, optimizer and loaders of the run. If a
     store is given, the caller must close the strategy of the run. `loss`: class of a loss.
     """
-    config, ranks = resolved(*SETTINGS, *overrides), ranks or Ranks()
+    config = resolved(*SETTINGS, *overrides)
     config.train.loss = loss or config.train.loss
-    torch.manual_seed(0)
-    strategy = build_strategy(config.parallel, ranks, store)
-    run = build_run(config, strategy)
+    run = parts_of(config, ranks, store)
     phase = run.state.phases[0]
     losses, _ = phase.wrapped(next(run.train_loader.epoch(0)))
     losses.mean().backward()
     phase.optimizer.step()
     if store is None:
-        strategy.close()
+        run.strategy.close()
     return run
 
 
@@ -91,18 +85,12 @@ def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bo
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """Read all files below a folder, and return a dictionary from relative path to contents. Hidden
-    files are included.
-    """
+    """Return relative path -> contents of all files below a folder, also hidden ones."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-# Tests of the contents of a checkpoint.
-# --------------------------------------------------------------------------------------------------
 
 
 def names_of_ranks(ranks: Ranks, store: Any, strategy: str) -> dict[str, list[str]]:
@@ -116,7 +104,6 @@ def names(contents: Contents) -> dict[str, list[str]]:
     return {"model": list(contents["model"]), "ema": list(contents["averages"]["ema"])}
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_checkpoint_weights_have_parameter_names_of_timm_under_every_strategy(
     contents: Contents,
@@ -204,10 +191,6 @@ def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_coun
     assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
 
 
-# Tests that checkpoints are written atomically.
-# --------------------------------------------------------------------------------------------------
-
-
 def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
     contents: Contents, tmp_path: Path
 ) -> None:
@@ -215,12 +198,9 @@ def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
     # before the text 9.
     for step in (5, 8, 9, 10, 100):
         save(tmp_path, contents, step, keep=2, is_best=step == 8)
-    assert {path.name for path in tmp_path.glob("*.pt")} == {
-        "last.pt",
-        "best.pt",
-        "step_10.pt",
-        "step_100.pt",
-    }
+        if step == 5:
+            shutil.copy(tmp_path / "step_5.pt", tmp_path / "step_5_copy_of_the_user.pt")
+    (tmp_path / "step_5_copy_of_the_user.pt").unlink()
     assert {path.stem for path in tmp_path.glob("*.json")} == {
         path.stem for path in tmp_path.glob("*.pt")
     }
@@ -249,9 +229,7 @@ def save_top(
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the steps in the names of the best_step_N.pt files. Check that weights and JSON
-    sidecar of each file belong to the step.
-    """
+    """Return the steps of the files best_step_N.pt, whose weights and JSON must belong to them."""
     paths = list(folder.glob("best_step_*"))
     assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
     steps = sorted(
@@ -329,25 +307,6 @@ def failing_rename(number: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow(seconds=1)
-def test_checkpoint_save_after_a_failed_rename_still_keeps_the_two_best_files(
-    contents: Contents, tmp_path: Path
-) -> None:
-    """After the failure, the run continues from last.pt. Depending on the rename that failed, it
-    trains step 2 again or step 2 is already saved.
-    """
-    for failing in range(8):
-        folder = tmp_path / str(failing) / "checkpoints"
-        folder.parent.mkdir()
-        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
-        with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
-            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
-        if checkpoint.load(folder / "last.pt")["progress"]["step"] == 1:
-            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
-        save_top(folder, evaluated(contents, 0.5), 3)
-        assert best_steps(folder) == [2, 3], failing
-
-
 def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
     (Path(folder) / "logs").mkdir(parents=True)
     torch.set_num_threads(1)
@@ -361,7 +320,6 @@ def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
         run(resolved(*words), Path(folder), ranks, None)
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=5)
 def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
     tmp_path: Path,
@@ -399,21 +357,6 @@ def test_checkpoint_save_error_reports_free_space_when_folder_cannot_be_created(
         save(tmp_path / "checkpoints", contents, 1)
 
 
-def test_checkpoint_save_does_not_delete_copies_made_by_the_user(
-    contents: Contents, tmp_path: Path
-) -> None:
-    folder = tmp_path / "checkpoints"
-    save(folder, contents, 1)
-    shutil.copy(folder / "step_1.pt", folder / "step_1_good.pt")
-    save(folder, contents, 2, keep=1)
-    assert sorted(path.name for path in folder.glob("*.pt")) == [
-        "last.pt",
-        "step_1_good.pt",
-        "step_2.pt",
-    ]
-    assert (checkpoint.load_newest(tmp_path) or "")[0] == folder / "last.pt"
-
-
 @pytest.mark.parametrize("undefined", [math.nan, None])
 def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float | None) -> None:
     progress = Progress()
@@ -430,29 +373,29 @@ def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     contents: Contents, tmp_path: Path
 ) -> None:
-    """A save renames six files, which are step_2, last and best, each with a .pt and a
-    .json file.
+    """A save renames eight files: step_2, best_step_2, last and best, each with .pt and .json.
+    After the failure, the run continues from last.pt, so it may train step 2 again.
     """
-    for failing in range(6):
+    for failing in range(8):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
         run.mkdir()
-        save(folder, contents, 1, keep=1, is_best=True)
+        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
         with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
-            save(folder, contents, 2, keep=1, is_best=True)
-        assert [
-            path.name
-            for path in folder.iterdir()
-            if path.name.startswith(".") or "tmp" in path.name
-        ] == []
-        steps = {
-            name: checkpoint.load(folder / f"{name}.pt")["progress"]["step"]
-            for name in ("last", "best")
-        }
-        assert steps == {"last": 2 if failing > 2 else 1, "best": 2 if failing > 4 else 1}
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        names = [path.name for path in folder.iterdir()]
+        assert not [name for name in names if name.startswith(".") or "tmp" in name]
+        last, best = (
+            checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")
+        )
+        # The files of best_step_2 are linked before those of last, and those of best at the end.
+        assert (last, best) == (2 if failing > 4 else 1, 2 if failing > 6 else 1), failing
         assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
-        save(folder, contents, 3, keep=1)
+        if last == 1:
+            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+        save_top(folder, evaluated(contents, 0.5), 3)
         assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
+        assert best_steps(folder) == [2, 3], failing
 
 
 def test_checkpoint_save_copies_files_when_hard_links_fail(
@@ -466,10 +409,6 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
         == (tmp_path / "step_4.pt").read_bytes()
     )
     assert path.stat().st_ino != (tmp_path / "step_4.pt").stat().st_ino
-
-
-# Tests of files that are not checkpoints of this project.
-# ---------------------------------------------------------------------------------------
 
 
 FOREIGN: dict[str, tuple[Callable[[Contents], Any], str]] = {
@@ -551,10 +490,6 @@ def test_checkpoint_restore_refuses_a_file_that_contains_only_weights(
         restoring.restore(
             replace(single.state), single.strategy, {"format": 3, "model": contents["model"]}
         )
-
-
-# Tests of files of format 2.
-# --------------------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):

@@ -1,6 +1,4 @@
-"""Tests of scripts/compare_runs.py, which reports that two runs agree, differ from some step
-onward, or cannot be compared.
-"""
+"""scripts/compare_runs.py: runs agree, differ from a step on, or cannot be compared."""
 
 from __future__ import annotations
 

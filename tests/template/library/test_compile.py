@@ -1,6 +1,4 @@
-"""Tests of model.compile. Compiled models train like uncompiled models in each mode of
-torch.compile and under each strategy that has ranks.
-"""
+"""Tests of model.compile."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def has_compiler() -> bool:
 
 
 def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cache: str) -> int:
-    """Train in this rank, and return the number of graphs that torch.compile has compiled. All
-    ranks must call this function.
-    """
+    """Train in this rank, and return the number of graphs that torch.compile has compiled."""
     from torch._dynamo.utils import counters
 
     # Set the variable in the rank, because a forked rank has the environment variables of the fork
@@ -59,16 +55,13 @@ def train(ranks: Ranks, store: Any, folder: str, overrides: tuple[str, ...], cac
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for compiled kernels. The tests of all strategies share it, because they
-    compile the same kernels.
-    """
+    """Return a folder for compiled kernels that all strategies share."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.mark.nightly
 @pytest.mark.sample(2)
 @pytest.mark.slow(seconds=50)
-@pytest.mark.processes
 @pytest.mark.parametrize("spread", SPREADS)
 def test_compiled_training_matches_uncompiled_training(
     tmp_path: Path, cache: Path, spread: str
@@ -117,9 +110,6 @@ def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.Monke
 
 
 def test_torch_compile_supports_every_value_of_model_compile() -> None:
-    """Each value names a mode of torch.compile. The mode `default` sets no options of
-    the compiler.
-    """
     assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())
 
 

@@ -1,6 +1,4 @@
-"""Tests of the Composer of sweeps. It must give the same configs as a full composition by Hydra,
-which is slower.
-"""
+"""The Composer of sweeps gives the same configs as a full composition by Hydra."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from typing import Any
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from tests.template.runs import tiny
@@ -22,96 +18,6 @@ from timm_parallel.lab.sweep.composer import Composer
 from timm_parallel.lab.sweep.points import expand, make_point
 from timm_parallel.testing.configs import conf, parse
 
-# Overrides from which the tests draw. Of each group of alternatives, a drawn command line contains
-# at most one. The first groups select config files, and the others set values.
-CHOICES = (
-    (
-        "model=tiny",
-        "model=vit_tiny",
-        "~model",
-        "~model=resnet18",
-        "model=tinny",
-        "+model=tiny",
-        "model=[tiny,vit_tiny]",
-    ),
-    ("optim=sgd", "optim@optim=sgd", "++optim=sgd", "+optim@optim.kwargs=sgd"),
-    (
-        "experiment=digits_vit",
-        "experiment=cifar10_resnet18",
-        "+experiment=digits_vit",
-        "~experiment",
-    ),
-    (
-        "parallel=ddp",
-        "debug=fast",
-        "parallel={devices: 2}",
-        "+search=optuna",
-        "hydra.job.name=mine",
-    ),
-    (
-        "optim.lr=0.5",
-        "optim.lr='0.5'",
-        "optim.lr=abc",
-        "optim.lr=null",
-        "~optim.lr",
-        "optim.lr=${optim.weight_decay}",
-    ),
-    (
-        "optim={lr: 0.25}",
-        "+optim={lr: 0.25}",
-        "+optim={unknown: 1}",
-        "optim.unknown=1",
-        "+optim.unknown=1",
-        "~optim.opt",
-    ),
-    (
-        "+optim.kwargs.eps=1e-6",
-        "++optim.kwargs={a: {b: null}, c: [1, x]}",
-        "~optim.kwargs",
-        "optim.kwargs.eps=1",
-    ),
-    (
-        "model.name=resnet10t",
-        "model={name: resnet10t}",
-        "+model.kwargs.x=${oc.env:HOME}",
-        "model.kwargs=null",
-    ),
-    (
-        "data.batch_size=null",
-        "data.batch_size=32",
-        "data.batch_size=1.5",
-        "~data.batch_size",
-        "data@x.batch_size=1",
-    ),
-    (
-        "tags=[a,b]",
-        "tags=[]",
-        "tags=null",
-        "tags=[1,null]",
-        "+tags=[z]",
-        "tags.0=x",
-        "~tags",
-        "tags=a",
-    ),
-    (
-        "task_name=${model.name}",
-        "task_name='a b'",
-        "task_name=${hydra:job.num}",
-        "task_name=\\${x}",
-        "task_name=???",
-    ),
-    (
-        "seed=7",
-        "+seed=7",
-        "++seed=7",
-        "~seed=7",
-        "seed=${data.seed}",
-        "unknown=1",
-        "+unknown={a: 1}",
-        "data=null",
-    ),
-)
-
 
 @cache
 def command() -> Command:
@@ -119,9 +25,7 @@ def command() -> Command:
 
 
 def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
-    """Compose one configuration of a sweep with the given Composer, or with Hydra if it is None.
-    Return the tree as YAML, its flags and the config, or the error message.
-    """
+    """Compose with the given Composer, or with Hydra if it is None."""
     try:
         if composer is None:
             tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
@@ -148,32 +52,6 @@ def flags(tree: DictConfig) -> list[Any]:
         (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
         for part in parts
     ]
-
-
-@st.composite
-def override_lists(draw: st.DrawFn) -> list[str]:
-    chosen = draw(st.lists(st.sampled_from(CHOICES), min_size=1, max_size=5, unique=True))
-    return draw(st.permutations([draw(st.sampled_from(alternatives)) for alternatives in chosen]))
-
-
-SHARED: list[Composer] = []
-
-
-@pytest.mark.nightly
-@given(override_lists())
-@example(["model=tiny", "optim.lr=0.5", "+optim.kwargs.eps=1e-6", "tags=[a,b]", "seed=7"])
-@example(["model=vit_tiny", "~optim.lr", "+optim.kwargs.eps=1e-6"])
-@example(["optim={lr: 0.25}", "optim.lr=0.5"])
-@settings(max_examples=8, deadline=None, derandomize=True)
-@pytest.mark.slow(seconds=4)
-def test_sweep_composer_matches_full_hydra_composition_for_random_overrides(
-    overrides: list[str],
-) -> None:
-    """Check that the Composer and Hydra give equal results. All examples share one Composer, so
-    that the check fails if one composition affects the next.
-    """
-    SHARED[:] = SHARED or [Composer(command())]
-    assert composed(overrides, command(), SHARED[0]) == composed(overrides, command(), None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Tests that invalid input ends train.py early with a one-line error and exit code 2. No run folder
-is created, no process is started and torch is not imported.
-"""
+"""Invalid input ends train.py early, with one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,13 +24,6 @@ TRAIN = ROOT / "train.py"
 
 def fake_cuda(count: int) -> tuple[CudaDevice, ...]:
     return tuple(CudaDevice(index, "fake", 1, f"GPU-{index}") for index in range(count))
-
-
-def write_yaml(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def test_run_is_refused_on_windows_and_error_recommends_wsl(
@@ -118,21 +109,12 @@ WRONG_NUMBERS = [
     ("optim.lr=nan", "optim.lr=nan"),
     ("optim.lr=1e400", "optim.lr=inf"),
     ("optim.lr=0", "optim.lr=0"),
-    ("optim.weight_decay=nan", "optim.weight_decay=nan"),
-    ("optim.momentum=1.5", "optim.momentum=1.5"),
-    ("optim.clip_grad=0", "optim.clip_grad=0"),
     ("optim.decay_milestones=[1,nan]", "optim.decay_milestones"),
-    ("model.ema.decay=2", "model.ema.decay=2"),
     ("train.epochs=0", "train.epochs=0"),
-    ("train.max_steps=0", "train.max_steps=0"),
-    ("train.accumulate=0", "train.accumulate=0"),
-    ("train.evaluate_every=-1", "train.evaluate_every=-1"),
     ("train.smoothing=1.5", "train.smoothing=1.5"),
-    ("data.batch_size=0", "data.batch_size=0"),
     ("data.image_size=[32]", "data.image_size=[32]"),
     ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
-    ("data.augment.mixup=nan", "data.augment.mixup=nan"),
     ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
     ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
     (
@@ -140,9 +122,6 @@ WRONG_NUMBERS = [
         "data.augment.ratio=[80.0, 125.0]",
         "[0.75,1.33]",
     ),
-    ("parallel.devices=0", "parallel.devices=0"),
-    ("parallel.timeout=0", "parallel.timeout=0"),
-    ("checkpoint.keep=0", "checkpoint.keep=0"),
     ("seed=-1", "seed=-1"),
     ("seed=99999999999999999999999", "seed=99999999999999999999999"),
 ]
@@ -268,8 +247,8 @@ YAML_FILES = [
 def test_error_names_invalid_key_or_value_in_yaml_file(
     refuse: Refuse, tmp_path: Path, text: str, named: tuple[str, ...]
 ) -> None:
-    write_yaml(tmp_path / "conf", "experiment/wrong.yaml", f"# @package _global_\n{text}\n")
-    line = refuse("--config-dir", str(tmp_path / "conf"), "experiment=wrong")
+    folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
+    line = refuse("--config-dir", str(folder), "experiment=wrong")
     assert [name for name in named if name not in line] == [], line
 
 
@@ -407,9 +386,10 @@ def test_error_names_invalid_key_or_value_in_saved_config_of_a_run(
     refuse: Refuse, tmp_path: Path, old: str, new: str, named: str
 ) -> None:
     save_config(Config(), tmp_path / "run")
-    text = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text(encoding="utf-8")
     assert old in text
-    write_yaml(tmp_path / "run", "config.yaml", text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
     assert named in refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
 
 

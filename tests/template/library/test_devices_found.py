@@ -1,6 +1,4 @@
-"""Tests of the choice of devices. GPUs are counted as torch counts them, `auto` chooses a suitable
-number, and unusable GPUs are reported.
-"""
+"""Choice of devices, and reports of GPUs that are unusable."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ import math
 import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from tests.template.runs import resolved
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
-from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
@@ -46,15 +45,6 @@ def test_run_is_refused_for_mpi_backend_or_for_compile_with_small_ddp_buckets(
         resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
     assert all(name in str(refusal.value) for name in named), refusal.value
     assert not (tmp_path / "run").exists()
-
-
-def test_compile_accepts_one_megabyte_ddp_buckets() -> None:
-    assert (
-        resolved(
-            "parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=1"
-        ).parallel.bucket_cap_mb
-        == 1
-    )
 
 
 def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -213,11 +203,9 @@ def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyP
 
 
 class FakeDriver:
-    """Fake of the CUDA driver library. `devices` lists (name, memory in bytes, UUID of
-    16 bytes).
-    """
+    """Fake of the CUDA driver library on a machine whose GPUs cannot be used."""
 
-    def __init__(self, devices: Any = (), init: int = 0, version: int = 13000) -> None:
+    def __init__(self, devices: int = 0, init: int = 0, version: int = 13000) -> None:
         self.devices, self.init, self.version = devices, init, version
 
     def cuInit(self, flags: int) -> int:
@@ -228,35 +216,13 @@ class FakeDriver:
         return 0
 
     def cuDeviceGetCount(self, count: Any) -> int:
-        count._obj.value = len(self.devices)
+        count._obj.value = self.devices
         return 0 if self.devices else 100
 
     def cuGetErrorString(self, number: int, text: Any) -> int:
         texts = {3: b"initialization error", 100: b"no CUDA-capable device is detected"}
         text._obj.value = texts[number]
         return 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:
-        device._obj.value = index
-        return 0
-
-    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:
-        name.value = self.devices[device.value][0].encode()
-        return 0
-
-    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> int:
-        memory._obj.value = self.devices[device.value][1] or 0
-        return 0 if self.devices[device.value][1] else 801
-
-    def cuDeviceGetUuid_v2(self, number: Any, device: Any) -> int:
-        number._obj[:] = self.devices[device.value][2]
-        return 0
-
-
-MIXED = (
-    ("NVIDIA H100", 80 * 2**30, bytes(range(16))),
-    ("NVIDIA A100 MIG 1g.5gb", None, bytes(range(16, 32))),
-)
 
 
 def ask(
@@ -282,17 +248,6 @@ def ask(
     return Driver.ask("13.0")
 
 
-def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = ask(monkeypatch, FakeDriver(MIXED))
-    assert driver.problem is None
-    assert driver.devices == (
-        CudaDevice(0, "NVIDIA H100", 80 * 2**30, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"),
-        CudaDevice(1, "NVIDIA A100 MIG 1g.5gb", None, "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"),
-    )
-
-
 @pytest.mark.parametrize(
     ("fake", "visible", "reason"),
     [
@@ -305,7 +260,7 @@ def test_cuda_devices_have_index_name_memory_and_uuid_from_the_driver(
             "no CUDA-capable device is detected (100) (CUDA_VISIBLE_DEVICES=0,0)",
         ),
         (
-            FakeDriver(MIXED, version=12040),
+            FakeDriver(2, version=12040),
             None,
             "CUDA 12.4, but torch is built for 13.0; update",
         ),
@@ -381,8 +336,8 @@ int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13010; return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index + 40; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 41 ? "second" : "first", size); return 0; }
-int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t) device << 32; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, device == 41 ? "MIG 1g.5gb" : "first", size); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t) device << 32; return device == 41 ? 801 : 0; }
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
 """  # noqa: E501
 
@@ -393,9 +348,7 @@ int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); retur
 def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ctypes does not check calls against the signatures in cuda.h. The test therefore calls a C
-    library with the same signatures.
-    """
+    """ctypes does not check the signatures, so the test calls a C library that has them."""
     (tmp_path / "driver.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(
@@ -404,73 +357,46 @@ def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h
     monkeypatch.setattr(nvidia, "_open_driver", lambda: ctypes.CDLL(str(library)))
     assert Driver.ask("13.0").devices == (
         CudaDevice(0, "first", 40 << 32, "GPU-28282828-2828-2828-2828-282828282828"),
-        CudaDevice(1, "second", 41 << 32, "GPU-29292929-2929-2929-2929-292929292929"),
+        # The driver does not tell the memory of a slice.
+        CudaDevice(1, "MIG 1g.5gb", None, "MIG-29292929-2929-2929-2929-292929292929"),
     )
 
 
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace NVML by a fake with two GPUs and a MIG slice. The GPUs have another order than in
-    CUDA, and the slice reports no utilization.
-    """
+def test_values_of_a_gpu_are_read_by_uuid_and_unknown_when_nvml_does_not_report_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The GPUs have another order than in CUDA, and the temperature falls."""
     import pynvml
 
-    def utilisation(handle: str) -> Any:
-        if handle.startswith("MIG"):
+    answers: dict[str, dict[str, Any]] = {
+        "nvmlDeviceGetUtilizationRates": {
+            "GPU-b": SimpleNamespace(gpu=80),
+            "GPU-a": SimpleNamespace(gpu=20),
+        },
+        "nvmlDeviceGetTotalEnergyConsumption": {"GPU-b": 7_500},
+        "nvmlDeviceGetTemperature": {"GPU-b": iter((75, 70))},
+        "nvmlDeviceGetClockInfo": {"GPU-b": iter((1500, 1980))},
+        "nvmlDeviceGetMaxClockInfo": {"GPU-b": 1980},
+        "nvmlDeviceGetCurrentClocksThrottleReasons": {"GPU-b": 0x44},
+    }
+
+    def query(name: str, handle: str, *_: Any) -> Any:
+        if handle not in answers[name]:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return SimpleNamespace(gpu={"GPU-b": 80, "GPU-a": 20}[handle])
+        answer = answers[name][handle]
+        return next(answer) if isinstance(answer, Iterator) else answer
 
-    def refuse(*given: Any) -> Any:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    for name in (
-        "nvmlDeviceGetTemperature",
-        "nvmlDeviceGetClockInfo",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-    ):
-        monkeypatch.setattr(pynvml, name, refuse)
+    for name in answers:
+        monkeypatch.setattr(pynvml, name, partial(query, name))
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", utilisation)
-    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.65")
-    return pynvml
-
-
-@pytest.mark.usefixtures("nvml")
-def test_gpu_utilization_is_read_by_uuid_and_is_none_when_unsupported() -> None:
     gpus = [Gpu(uuid) for uuid in ("GPU-b", "MIG-1", "GPU-a", None)]
     assert [gpu.utilisation() for gpu in gpus] == [None] * 4
     for gpu in gpus * 2:
         gpu.sample()
     assert [gpu.utilisation() for gpu in gpus] == [0.8, None, 0.2, None]
-
-
-def test_gpu_energy_is_read_in_joules_and_is_nan_when_unsupported(
-    nvml: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def millijoules(handle: str) -> int:
-        if handle.startswith("MIG"):
-            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-        return 7_500
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", millijoules)
-    assert Gpu("GPU-b").joules() == 7.5
-    assert math.isnan(Gpu("MIG-1").joules()) and math.isnan(Gpu(None).joules())
-
-
-def test_gpu_utilization_is_read_when_another_nvml_query_fails(
-    nvml: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*given: Any) -> Any:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NO_PERMISSION)
-
-    monkeypatch.setattr(nvml, "nvmlSystemGetDriverVersion", refuse)
-    assert nvidia.driver_version() is None
-    gpu = Gpu("GPU-a")
-    gpu.sample()
-    assert gpu.utilisation() == 0.2
-    # Pretend that the NVML library is missing.
-    monkeypatch.setattr(nvml, "nvmlInit", refuse)
-    gpu = Gpu("GPU-a")
-    gpu.sample()
-    assert gpu.utilisation() is None
+    assert gpus[0].joules() == 7.5 and all(math.isnan(gpu.joules()) for gpu in gpus[1:])
+    names = ("celsius", "sm_mhz", "sm_mhz_max", "slowed_by")
+    known = dict(zip(names, (75, 1500, 1980, ["heat (by the hardware)"]), strict=True))
+    unknown: dict[str, Any] = dict(zip(names, (None, None, None, []), strict=True))
+    assert [gpu.state() for gpu in gpus] == [known, unknown, unknown, None]

@@ -181,7 +181,6 @@ def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
 
 
 @pytest.mark.slow(seconds=25)
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
     done = train.start_command(

@@ -1,6 +1,4 @@
-"""Tests that an evaluation counts every image exactly once on any number of ranks, and keeps the
-outputs in the order of the images.
-"""
+"""An evaluation counts every image once, in order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from src.tasks.classification import Classification, confusion
-from tests.template.runs import evaluate_batches, task_of
+from tests.template.runs import cpu_strategy, evaluate_batches, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.errors import UnreadableImageError
-from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
+from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
@@ -46,28 +43,27 @@ def split(num_samples: int, num_classes: int) -> InMemory:
 
 
 def model(num_classes: int) -> nn.Module:
-    """Build a model with BatchNorm. In training mode, its outputs would depend on the other images
-    of a batch.
-    """
+    """Build a model with BatchNorm, whose training mode depends on the other images."""
     torch.manual_seed(3)
     made = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, num_classes))
     made(torch.randn(50, 1, 4, 4))
     return made
 
 
+def loader_of(data: Any, task: Any, strategy: Strategy, **options: Any) -> Loader:
+    sampler = EvalSampler(len(data), 6, strategy.group.rank, strategy.group.world_size)
+    feed = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
+    return Loader(BatchFetcher(data, task, None, 0, **options), sampler, feed, 0)
+
+
 def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str, Any]]:
-    config = ResolvedParallel(
-        strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
-    )
-    strategy = build_strategy(config, ranks, store)
+    strategy = cpu_strategy(kind, devices, ranks, store)
     actual = []
     for num_samples, num_classes in SPLITS:
         data, task = split(num_samples, num_classes), task_of(num_classes)
-        requests = EvalSampler(len(data), 6, strategy.group.rank, strategy.group.world_size)
-        feed = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
         evaluation = evaluate(
             strategy.for_evaluation(Networks({"model": model(num_classes)})),
-            Loader(BatchFetcher(data, task, None, 0), requests, feed, 0),
+            loader_of(data, task, strategy),
             task,
             strategy.group,
         )
@@ -136,7 +132,6 @@ def test_acc5_is_reported_only_for_more_than_five_classes(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
     alone: list[dict[str, Any]], world_size: int
@@ -159,11 +154,7 @@ def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 def test_evaluation_raises_when_a_sample_is_skipped_or_counted_twice() -> None:
-    strategy = build_strategy(
-        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
-        Ranks(),
-        None,
-    )
+    strategy = cpu_strategy()
     batch = (torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))
     for num_samples in (2, 4):
         with pytest.raises(
@@ -199,24 +190,11 @@ ROWS: tuple[tuple[int, set[int]], ...] = ((37, set()), (10, {1, 2, 6}), (2, set(
 
 
 def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
-    config = ResolvedParallel(
-        strategy="ddp",
-        devices=ranks.world_size,
-        accelerator="cpu",
-        threads_per_device=1,
-        backend="gloo",
-    )
-    strategy = build_strategy(config, ranks, store)
+    strategy = cpu_strategy("ddp", ranks.world_size, ranks, store)
     values = []
     for num_samples, unreadable in ROWS:
         data = Damaged(split(num_samples, 4), unreadable)
-        sampler = EvalSampler(num_samples, 6, strategy.group.rank, strategy.group.world_size)
-        prefetcher = DevicePrefetcher(
-            torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False
-        )
-        loader = Loader(
-            BatchFetcher(data, task_of(4), None, 0, on_error="skip"), sampler, prefetcher, 0
-        )
+        loader = loader_of(data, task_of(4), strategy, on_error="skip")
         metrics = {
             "acc": Classification.metrics["acc"],
             "by_row": Metric(from_rows=weighted_by_row),
@@ -230,7 +208,6 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order() -> None:
     expected = []
     for num_samples, unreadable in ROWS:

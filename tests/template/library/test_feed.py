@@ -1,6 +1,4 @@
-"""Tests that batches reach the device complete and in order. On a CPU, memory is reused only after
-its batch has been released.
-"""
+"""Batches reach the device complete and in order."""
 
 from __future__ import annotations
 
@@ -109,31 +107,6 @@ def test_cpu_batch_memory_is_not_reused_while_the_batch_is_referenced(
     assert blocks.empty(4, 3, 8, 8).data_ptr() == address, (
         "expected the block to be reused after its release"
     )
-
-
-def test_prefetcher_accepts_smaller_last_batch() -> None:
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    for size in (4, 4, 3, 4, 1, 4):
-        images = torch.randint(0, 256, (size, 3, 8, 8), dtype=torch.uint8)
-        assert torch.equal(prefetcher.normalize(images), images.float())
-
-
-@pytest.mark.parametrize(("size", "is_kept"), [(32, False), (256, True)])
-def test_prefetcher_reuses_cpu_memory_only_for_large_batches(
-    monkeypatch: pytest.MonkeyPatch, size: int, is_kept: bool
-) -> None:
-    shapes: list[tuple[int, ...]] = []
-    empty = BatchMemory.empty
-
-    def recorded_empty(self: BatchMemory, *shape: int) -> Tensor:
-        shapes.append(shape)
-        return empty(self, *shape)
-
-    monkeypatch.setattr(BatchMemory, "empty", recorded_empty)
-    prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    received = prefetcher.normalize(torch.zeros(6, 3, size, size, dtype=torch.uint8))
-    assert received.shape == (6, 3, size, size)
-    assert shapes == ([(6, 3, size, size)] if is_kept else [])
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -246,9 +219,7 @@ def test_workers_auto_is_0_for_data_in_memory_except_in_gpu_runs_that_transform_
 def feed(
     device: torch.device, pinned: bool, size: int, matrix: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Send eight batches to a device, which multiplies matrices after each of them. Return the
-    batches that were sent, and the normalized images on the device.
-    """
+    """Send eight batches to a device, which multiplies matrices after each of them."""
     prefetcher = DevicePrefetcher(device, **plain(3), channels_last=True)
     images = torch.randint(0, 256, (size, 3, 224, 224), dtype=torch.uint8)
     sent = [image.pin_memory() if pinned else image for image in (images, images + 1) * 4]

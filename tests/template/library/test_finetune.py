@@ -1,6 +1,4 @@
-"""Tests of training and evaluation with the weights of an earlier run. They cover accepted and
-refused weights files, and the data that are needed.
-"""
+"""Tests of training and evaluation with the weights of an earlier run."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ import torch
 from torch import Tensor
 
 import evaluate as entry
-from src.train.build import build_run
 from src.train.run import train
-from tests.template.runs import draw_images, resolved, start_run
+from tests.template.runs import draw_images, parts_of, resolved, start_run
 from timm_parallel.faults.failure import failure_text, first_failure
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.state.parts import RunParts
 from timm_parallel.testing.ranks import in_ranks, train_warm, warm_ranks
@@ -54,9 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """Train a run with averaged weights and a checkpoint.metric that evaluates them, and return the
-    run folder.
-    """
+    """Train a run with averaged weights, which its checkpoint.metric evaluates."""
     overrides = (
         f"data.root={data}",
         "model.ema.decay=0.5",
@@ -82,9 +76,7 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def fine_tuned(folder: Path, *overrides: str) -> tuple[int, str]:
-    """Train a run in forked ranks, and return (exit code, console output with the reason of a
-    failure).
-    """
+    """Train a run in forked ranks, and return (exit code, output with the failure)."""
     config = resolved(*SMALL, *overrides)
     prepare(config, folder)
     ended = warm_ranks(config, folder)
@@ -100,9 +92,7 @@ def evaluated(capfd: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, 
 
 
 def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
-    """Return arguments of evaluate.py that evaluate the best weights file of a run instead of the
-    run itself.
-    """
+    """Return arguments of evaluate.py for the best weights file of a run."""
     return (
         "model=tiny",
         f"model.weights={best(trained)}",
@@ -113,28 +103,9 @@ def of_file(trained: Path, data: Path, *overrides: str) -> tuple[str, ...]:
     )
 
 
-# --- Tests of training with the weights of an earlier run.
-
-
 def run_of(data: Path, weights: Path, *overrides: str) -> RunParts:
     config = resolved(*SMALL, f"data.root={data}", f"model.weights={weights}", *overrides)
-    return build_run(config, build_strategy(config.parallel, Ranks(), None))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (("model.kwargs.depth=3",), ("blocks.2.norm1.weight is not in the file",)),
-    ],
-    ids=["depth"],
-)
-def test_fine_tuning_refuses_weights_that_lack_layers_other_than_the_head(
-    trained: Path, data: Path, overrides: tuple[str, ...], named: tuple[str, ...]
-) -> None:
-    with pytest.raises(ValueError, match=r"^model\.weights=") as refusal:
-        run_of(data, best(trained), *overrides)
-    for name in named:
-        assert name in str(refusal.value)
+    return parts_of(config)
 
 
 def test_fine_tuning_keeps_loaded_head_when_classes_are_the_same(trained: Path, data: Path) -> None:
@@ -166,15 +137,6 @@ def test_fine_tuning_reinitializes_head_when_class_names_differ(
         )
 
 
-def test_fine_tuning_keeps_loaded_head_when_weights_file_does_not_list_classes(
-    trained: Path, tmp_path: Path
-) -> None:
-    root = images(tmp_path / "other", OTHER_CLASSES)
-    bare = contents(best(trained))["model"]
-    torch.save(bare, tmp_path / "bare.pt")
-    assert is_equal(run_of(root, tmp_path / "bare.pt").state.model.state_dict(), bare)
-
-
 @pytest.mark.parametrize(("metric", "kind"), [("val/acc", "model"), ("val/loss_ema", "ema")])
 def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_computed_with_ema(
     trained: Path, data: Path, tmp_path: Path, metric: str, kind: str
@@ -186,9 +148,6 @@ def test_fine_tuning_loads_ema_weights_only_when_checkpoint_metric_is_computed_w
     saved["made_by"]["metric"] = metric
     torch.save(saved, tmp_path / "other.pt")
     assert is_equal(run_of(data, tmp_path / "other.pt").state.model.state_dict(), weights[kind])
-
-
-# --- Tests of the evaluation of a weights file.
 
 
 def test_evaluation_of_a_weights_file_matches_metrics_of_the_run_that_saved_the_file(
@@ -228,9 +187,6 @@ def test_evaluation_refuses_weights_file_when_classes_differ(
         assert name in err
 
 
-# --- Tests of the evaluation of a run on an image folder.
-
-
 @pytest.mark.parametrize(("split", "asked"), [("test", "test"), ("val", "all")])
 def test_evaluation_of_a_run_on_an_image_folder_needs_no_train_split(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], split: str, asked: str
@@ -267,21 +223,18 @@ def test_evaluation_error_names_class_folders_that_the_trained_run_lacks(
     assert "2 of the 3 classes" in err and "cross, flower" in err and "circle, square, star" in err
 
 
-# --- Tests of data.limit_train.
-
-
 def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
     """Return the files that this rank reads in two epochs, as texts `<class>/<number>.png`."""
     config = resolved(*SMALL, f"data.root={root}", *overrides)
-    strategy = build_strategy(config.parallel, ranks, store)
-    train = build_run(config, strategy).train_loader
+    parts = parts_of(config, ranks, store)
+    train = parts.train_loader
     actual: list[str] = []
     train.fetcher.split.__class__.__getitem__ = recorded(actual)  # type: ignore[method-assign]
     for epoch in range(2):
         for _ in train.epoch(epoch):
             pass
     train.close()
-    strategy.close()
+    parts.strategy.close()
     return actual
 
 
@@ -295,7 +248,6 @@ def recorded(actual: list[str]) -> Any:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path) -> None:
     limit = ("data.limit_train=12",)
     (alone,) = in_ranks(read_by, 1, str(data), *limit)

@@ -1,15 +1,10 @@
-"""Tests of what a new user meets first, which is the installation, the printed config, the progress
-bar and error messages.
-"""
+"""Installation, printed config and error messages, which a new user meets first."""
 
 from __future__ import annotations
 
-import io
-import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,44 +20,27 @@ from torch import Tensor, nn
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
-from tests.template.runs import resolved, run_warm, task_of
+from tests.template.runs import resolved, run_python, task_of
 from timm_parallel import keys
 from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.data import decode
-from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.decode import Files, TarSplit
-from timm_parallel.data.masks import MaskFiles
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import Point
-from timm_parallel.launch.rank import Stdout
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.ddp_timing import unused_parameters
-from timm_parallel.record.console import Console, print_config
+from timm_parallel.record.console import print_config
 from timm_parallel.record.jobs import Jobs
-from timm_parallel.record.result import Result
-from timm_parallel.runtime.banner import describe_wait, show_end
 from timm_parallel.runtime.run_result import speed_without_wait
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-# --- Tests of the installation.
 
 
 def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
@@ -108,9 +86,7 @@ def test_install_requires_hashes_of_a_lock_file_and_refuses_an_outdated_lock_fil
 def test_install_falls_back_to_pip_when_uv_fails(
     tmp_path: Path, uv_works: bool, asked: list[str]
 ) -> None:
-    """Fake pip and uv programs come first on the module search path, and write their arguments to a
-    file.
-    """
+    """Fake pip and uv programs write their arguments to a file."""
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
         text = (
@@ -118,11 +94,8 @@ def test_install_falls_back_to_pip_when_uv_fails(
             f"'\\n')\nsys.exit({code})\n"
         )
         (tmp_path / f"{name}.py").write_text(text)
-    command = [sys.executable, str(ROOT / "scripts" / "install.py"), "wanted.txt"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("scripts/install.py", "wanted.txt", environment=environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in note.read_text().splitlines() if "config list" not in line]
     assert len(lines) == len(asked)
@@ -131,9 +104,6 @@ def test_install_falls_back_to_pip_when_uv_fails(
     assert "--compile-bytecode" in lines[1], (
         "expected compilation at installation, because otherwise every process would compile"
     )
-
-
-# --- Tests of the console output of a run.
 
 
 def test_schema_defaults_equal_the_config_of_a_run_without_overrides() -> None:
@@ -148,9 +118,7 @@ def _values(config: keys.Config) -> Iterator[tuple[str, Any]]:
 
 
 def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """Return the config values that train.py prints for a command with print_config=true, as texts
-    `<dotted key>: <value>` without the header.
-    """
+    """Return the values that print_config=true prints, as texts `<dotted key>: <value>`."""
     asked = compose_command(parse(*overrides)).config
     capsys.readouterr()
     print_config(asked, resolve(asked))
@@ -197,6 +165,13 @@ def test_print_config_full_shows_all_resolved_values(capsys: pytest.CaptureFixtu
     assert {"parallel.devices: 1", "parallel.backend: gloo", "optim.weight_decay: 0.05"} <= {*lines}
 
 
+def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
+    ranks = [{"data_ms": 1.0, "step_ms": 10.0}, {"data_ms": 6.0, "step_ms": 10.0}]
+    assert speed_without_wait(400.0, ranks) == pytest.approx(1000)
+    assert speed_without_wait(None, [{"data_ms": None, "step_ms": None}]) is None
+    assert speed_without_wait(50.0, [{"data_ms": 8.0, "step_ms": 8.0}]) is None
+
+
 def test_console_prints_brackets_literally_instead_of_as_rich_markup(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -215,146 +190,10 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
     assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
 
 
-@pytest.mark.parametrize(("epochs", "is_early"), [(3, True), (9, False)])
-def test_console_reports_early_stop_only_when_the_run_ended_before_the_last_epoch(
-    epochs: int, is_early: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = resolved(
-        "parallel=single", "train.epochs=9", "train.early_stop=2", "checkpoint.metric=val/loss"
-    )
-    with caplog.at_level(logging.INFO):
-        show_end(config, Path("outputs/x"), Result("done", epochs=epochs, steps=30), [], [])
-    shown = [line for line in caplog.messages if line.startswith("early stop   ")]
-    assert len(shown) == is_early
-    assert all(text in line for line in shown for text in ("val/loss", " 2 ", "train.early_stop"))
-
-
-@pytest.mark.parametrize(
-    ("speed", "shown"), [(12345.2, ["12,345 images/s"]), (7.25, ["7.25 images/s"]), (None, [])]
-)
-def test_console_output_ends_with_the_speed_only_when_steps_were_timed(
-    speed: float | None, shown: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    result = Result("done", throughput={"images_per_sec": speed, "steps_timed": 30 if speed else 0})
-    with caplog.at_level(logging.INFO):
-        show_end(resolved("parallel=single"), Path("outputs/x"), result, [], [])
-    lines = [
-        line.removeprefix("speed        ") for line in caplog.messages if line.startswith("speed")
-    ]
-    assert [line.partition(", mean")[0] for line in lines] == shown
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "codec", "named", "unnamed"),
-    [
-        ("files", 2, False, ["data.workers=6", "torchcodec"], ["data.augment"]),
-        ("files", 6, True, ["image files"], ["data.workers", "torchcodec"]),
-        ("transformed", 1, True, ["data.workers=6", "data.augment"], ["torchcodec", "files"]),
-        ("gathered", 0, False, [], ["data.", "torchcodec", "files"]),
-    ],
-)
-def test_data_wait_line_names_share_speed_and_the_keys_that_apply(
-    kind: str,
-    workers: int,
-    codec: bool,
-    named: list[str],
-    unnamed: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hardware, "cores", lambda: 12)
-    monkeypatch.setattr(decode, "find_jpeg_decoder", lambda: print if codec else None)
-    split: Any = Files([(Path("a.jpg"), 0)]) if kind == "files" else None
-    fetcher = SimpleNamespace(
-        split=split, gathers=kind == "gathered", in_memory=None if kind == "files" else "rows"
-    )
-    parts: Any = SimpleNamespace(
-        strategy=SimpleNamespace(
-            device=SimpleNamespace(type="cuda"), group=SimpleNamespace(local_world_size=2)
-        ),
-        train_loader=SimpleNamespace(fetcher=fetcher, num_workers=workers),
-    )
-    speed = {"images_per_sec": 800.0}
-    result = Result("done", throughput=speed, images_per_sec_without_wait=1000.0)
-    line = describe_wait(parts, result)
-    assert line is not None and "20%" in line and "1,000 images/s" in line
-    assert all(text in line for text in named) and not any(text in line for text in unnamed), line
-    assert len(line.splitlines()) == 1
-    result.images_per_sec_without_wait = 880.0
-    assert describe_wait(parts, result) is None
-    result.images_per_sec_without_wait = None
-    assert describe_wait(parts, result) is None
-    # On a CPU, loading and training share the cores, so the figure is no goal.
-    result.images_per_sec_without_wait = 1000.0
-    parts.strategy.device.type = "cpu"
-    assert describe_wait(parts, result) is None
-
-
-@pytest.mark.parametrize("codec", [True, False])
-def test_decoder_is_named_for_image_files_only(
-    codec: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(decode, "find_jpeg_decoder", lambda: print if codec else None)
-    pair = (tmp_path / "a.jpg", 0)
-    tar = TarSplit([tmp_path / "a.tar"], [(0, 0, 9, "a")], ["a"])
-    for split in (Files([pair]), MaskFiles(tmp_path, [(pair[0], "a.png")], 2), tar):
-        name = decode.decoder_of(split)
-        assert name is not None and ("torchcodec" in name) is codec and "PIL" in name
-    rows = InMemory(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2))
-    assert decode.decoder_of(rows) is None
-
-
-def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
-    ranks = [{"data_ms": 1.0, "step_ms": 10.0}, {"data_ms": 6.0, "step_ms": 10.0}]
-    assert speed_without_wait(400.0, ranks) == pytest.approx(1000)
-    assert speed_without_wait(None, [{"data_ms": None, "step_ms": None}]) is None
-    assert speed_without_wait(50.0, [{"data_ms": 8.0, "step_ms": 8.0}]) is None
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.processes
-def test_console_line_of_an_epoch_shows_val_metrics_only_when_the_epoch_was_evaluated(
-    tmp_path: Path,
-) -> None:
-    folder = run_warm(
-        tmp_path / "run",
-        "parallel=single",
-        "train.epochs=5",
-        "train.evaluate_every=2",
-        "data.limit_train=64",
-    )
-    lines = [
-        line
-        for line in (folder / "console.txt").read_text().splitlines()
-        if line.startswith("epoch ")
-    ]
-    assert ["val/" in line for line in lines] == [False, True, False, True, True]
-
-
 def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> None:
     preset = yaml.safe_load((root() / "conf" / "debug" / "overfit.yaml").read_text())
     assert preset["data"]["augment"] == asdict(AugmentConfig())
     assert preset["train"]["smoothing"] == 0
-
-
-def test_log_lines_are_printed_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log handler is created before the progress bar. If it wrote to the terminal directly, the
-    log line would appear inside the bar.
-    """
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "150")
-    log = logging.Logger("test")
-    log.addHandler(Stdout())
-    with Console(True, total_steps=10, first_step=0) as console:
-        console.step(3, 0.5, 1234.0)
-        assert list(console.counted("val", range(4), 4)) == [0, 1, 2, 3]
-        log.info("epoch 1/2")
-    log.info("afterwards")
-    text = terminal.getvalue()
-    assert re.search(r"(\n|\x1b\[2K)epoch 1/2\s*\n", text), text
-    assert "steps" in text.split("epoch 1/2")[1], "expected the bar again below the log line"
-    assert text.endswith("afterwards\n")
 
 
 def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
@@ -372,9 +211,6 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     assert config.paths.output_dir == "/elsewhere"
 
 
-# --- Tests of error messages.
-
-
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
 def test_error_for_old_torch_launcher_suggests_torchrun(refuse: Refuse, word: str) -> None:
     assert "torchrun --nproc-per-node N train.py parallel=ddp" in refuse(word, "parallel=ddp")
@@ -390,9 +226,7 @@ class HalfUsed(nn.Module):
 
 
 def two_steps(ranks: Ranks, store: object, find: bool) -> str:
-    """Train two steps under ddp with a model that has unused parameters. Return the error message
-    of the second step, or `trained`. All ranks must call this function.
-    """
+    """Train two ddp steps with unused parameters; return the error, or `trained`."""
     from timm_parallel.batch import Batch
     from timm_parallel.keys import ParallelConfig
     from timm_parallel.parallel.build import build_strategy
@@ -421,7 +255,6 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
     for message in in_ranks(two_steps, 2, False):
         assert message.startswith("no gradient reached idle.weight, idle.bias:")
@@ -441,8 +274,5 @@ def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
 def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
     words: tuple[str, ...], task: str | None
 ) -> None:
-    """The task_name in conf/train.yaml must have lower priority than the task_name in a preset or
-    on the command line.
-    """
     own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
     assert resolved(*words).task_name == (task or own)

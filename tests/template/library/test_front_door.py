@@ -1,21 +1,18 @@
-"""Tests of train.py as a process. Errors, the options --help and --cfg, and shell completion
-respond quickly, because they do not import torch.
-"""
+"""Tests of train.py as a process."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.template.runs import ROOT, run_python
 from timm_parallel.testing.ranks import RANK_VARIABLES
 
-ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "train.py"
 
 # Script that runs train.py and then prints which of torch, timm and torchvision were imported.
@@ -35,21 +32,16 @@ sys.exit(code)
 def run_process(
     *words: str, cwd: Path, spy: bool = True
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run train.py with given arguments, and return the finished process and its duration in
-    seconds.
-    """
+    """Run train.py, and return the finished process and its seconds."""
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = str(ROOT)
-    program = [sys.executable, "-c", SPY, str(TRAIN)] if spy else [sys.executable, str(TRAIN)]
+    program = ("-c", SPY, str(TRAIN)) if spy else (str(TRAIN),)
     started = time.monotonic()
-    done = subprocess.run(
-        [*program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_python(*program, *words, cwd=cwd, environment=environment)
     return done, time.monotonic() - started
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "named"),
     [
@@ -90,7 +82,6 @@ def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path)
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done, _ = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -101,24 +92,14 @@ def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) -> None:
     done, _ = run_process("--shell-completion", "install=bash", cwd=tmp_path, spy=False)
     assert done.returncode == 0, done.stderr
     assert "COMP_WORDBREAKS" in done.stdout
-    environment = {
-        "COMP_LINE": "python train.py parallel=",
-        "COMP_POINT": "25",
-        "PATH": os.environ["PATH"],
-    }
-    done = subprocess.run(
-        [sys.executable, str(TRAIN), "--shell-completion", "query=bash"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {"COMP_LINE": "python train.py parallel=", "COMP_POINT": "25"}
+    environment["PATH"] = os.environ["PATH"]
+    words = (str(TRAIN), "--shell-completion", "query=bash")
+    done = run_python(*words, cwd=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     assert {"parallel=ddp", "parallel=dp", "parallel=single"} <= set(done.stdout.split())
     assert list(tmp_path.iterdir()) == []

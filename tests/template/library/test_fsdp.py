@@ -1,6 +1,4 @@
-"""Tests of parallel=fsdp, which cover the sharded blocks, the memory per rank, training,
-checkpoints, evaluation and communication.
-"""
+"""parallel=fsdp: blocks, memory per rank, training, checkpoints and evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
 from src.schema import OPTIMIZERS_OF_PARTS
-from src.train.build import build_run
 from src.train.run import train
 from tests.template.runs import resolved, start_run
 from timm_parallel.data.samplers import EvalSampler
@@ -31,11 +28,9 @@ from timm_parallel.state.parts import RunParts, evaluation_networks
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
-    "model=tiny",
     "data.batch_size=24",
     "data.limit_train=48",
     "train.log_every=1",
-    "optim.warmup_epochs=0",
 )
 
 
@@ -44,16 +39,12 @@ def fsdp(devices: int, *overrides: str) -> Any:
 
 
 def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
-    """Build a run under fsdp, or under single if `store` is None. `name` must differ between runs
-    of one process, because it is the prefix of their keys in the store.
-    """
+    """Build a run under fsdp, or single without a store. `name`: prefix of its keys."""
     if store is None:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
-        return build_run(config, build_strategy(config.parallel, ranks, None))
+        return parts_of(config, ranks)
     config = fsdp(ranks.world_size, *overrides)
-    return build_run(
-        config, build_strategy(config.parallel, ranks, torch.distributed.PrefixStore(name, store))
-    )
+    return parts_of(config, ranks, torch.distributed.PrefixStore(name, store))
 
 
 def backward(parts: RunParts) -> None:
@@ -64,10 +55,6 @@ def backward(parts: RunParts) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# Tests of the blocks that fsdp shards.
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,40 +85,26 @@ class Own(nn.Module):
             self.layers[0].linear1 = self.layers[1].linear1
 
 
-def test_fsdp_shards_each_layer_in_the_module_list_of_a_custom_model() -> None:
-    model = Own()
-    assert blocks_of(model) == list(model.layers)
-
-
-def test_fsdp_shards_the_modules_that_the_shard_blocks_method_of_a_custom_model_returns() -> None:
+def test_fsdp_shards_the_untied_layers_of_a_custom_model_or_those_that_it_names() -> None:
     class Named(Own):
         def shard_blocks(self) -> list[nn.Module]:
             return [self.layers[1]]
 
-    model = Named()
-    assert blocks_of(model) == [model.layers[1]]
-
-
-def test_fsdp_does_not_select_blocks_with_tied_weights_for_sharding() -> None:
-    model = Own(tied=True)
-    assert blocks_of(model) == [model.layers[2]]
-
-
-def test_fsdp_shards_the_blocks_of_a_timm_model_inside_a_custom_module() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.backbone = timm.create_model("vit_tiny_patch16_224", depth=3)
 
+    own, tied, named = Own(), Own(tied=True), Named()
+    assert blocks_of(own) == list(own.layers)
+    assert blocks_of(tied) == [tied.layers[2]]
+    assert blocks_of(named) == [named.layers[1]]
     assert len(blocks_of(Wrapped())) == 3
 
 
 def test_vector_layers_returns_the_layer_norm_and_layer_scale_modules_of_a_vit() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, init_values=0.1)
     assert {type(layer).__name__ for layer in vector_layers(model)} == {"LayerNorm", "LayerScale"}
-
-
-# Tests of the part of the model that each rank holds.
 
 
 def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], int]:
@@ -170,7 +143,6 @@ def parts_of_ranks() -> list[Any]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema(
     parts_of_ranks: list[Any],
 ) -> None:
@@ -194,15 +166,8 @@ def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only(
     assert first > 4 * sum(p.numel() for p in model.get_submodule("blocks").parameters())
 
 
-# Tests of training under fsdp.
-# --------------------------------------------------------------------------------------------------
-
-
 def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
-    """Train three steps with each optimizer, and save and restore the state of the optimizer after
-    the second step. Return a dictionary from optimizer to weights. All ranks must call this
-    function.
-    """
+    """Train three steps with each optimizer, with a save and restore after the second."""
     weights = {}
     for name in OPTIMIZERS_OF_PARTS:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
@@ -231,7 +196,6 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
-@pytest.mark.processes
 def test_each_permitted_optimizer_updates_fsdp_shards_like_whole_tensors() -> None:
     [whole] = in_ranks(_without_store, 1)
     of_ranks = in_ranks(three_steps_of_each_optimizer, 2)
@@ -245,9 +209,7 @@ def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
 
 
 def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
-    """Count the collectives of an optimizer step with one batch, and of a step with three
-    accumulated batches, in bf16. All ranks must call this function.
-    """
+    """Count the collectives of a step with one batch, and with three accumulated ones."""
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches), "train.precision=bf16")
@@ -264,7 +226,6 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_fsdp_step_has_three_collectives_per_block_also_when_batches_are_accumulated() -> None:
     for one, three in in_ranks(collectives_of_a_step, 2):
         scattered = next(name for name in one if "reduce_scatter" in name)
@@ -305,7 +266,6 @@ def trained(ranks: Any, store: Any, folder: str, *overrides: str) -> dict[str, A
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -339,7 +299,6 @@ def test_fsdp_gathers_matrices_in_16_bits_and_norm_weights_in_32_bits(
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -363,10 +322,6 @@ def test_fsdp_matches_single_with_freeze_grad_checkpointing_or_channels_last(
     )
     for name, weight in theirs.items():
         assert torch.allclose(ours[name], weight, rtol=1e-4, atol=1e-5), name
-
-
-# Tests of evaluation under fsdp.
-# --------------------------------------------------------------------------------------------------
 
 
 def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
@@ -406,7 +361,6 @@ def evaluations() -> list[Any]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
     evaluations: list[Any],
 ) -> None:

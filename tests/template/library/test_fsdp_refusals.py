@@ -1,6 +1,4 @@
-"""Tests that fsdp refuses models and losses that it cannot shard, with an error that names the key
-and a fix.
-"""
+"""fsdp refuses models and losses that it cannot shard, with key and fix."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class Temperature(nn.Module):
 
 
 def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
-    """Try to build a run and train a step under fsdp with each model or loss. Return a list of
-    error messages, with an empty text for success. All ranks must call this function.
-    """
+    """Train a step under fsdp with each model or loss; return the error messages."""
     messages = []
     for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
         config = resolved(
@@ -93,7 +89,6 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_fsdp_error_for_a_model_or_loss_that_cannot_be_sharded_names_key_and_fix() -> None:
     for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):
         assert "shard_blocks()" in reads_weight and "parallel=ddp" in reads_weight

@@ -1,6 +1,4 @@
-"""Tests of training on a CUDA device. Every strategy runs there, and its losses equal those on a
-CPU within a tolerance.
-"""
+"""Tests of training on a CUDA device."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ def loss_on_cpu(train_shared: Train) -> float:
     return float(done.result["train"]["loss"])
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "way", "precision"),
@@ -131,7 +128,6 @@ def test_concurrent_jobs_of_a_sweep_use_different_gpus(train: Train, jobs: int) 
 JOBS = {"sweep": ("optim.lr=1e-3,1e-4",), "search": ("search=optuna", "search.n_trials=2")}
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "kind"),
@@ -161,7 +157,6 @@ MODELS = {
 }
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
 def test_two_deterministic_trainings_end_with_equal_weights(train: Train, accelerator: str) -> None:
@@ -188,7 +183,6 @@ def run_python(train: Train, *words: str, environment: dict[str, str] | None = N
     return done
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
 def test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu(
@@ -226,7 +220,6 @@ def test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu(
         assert memory["utilisation"] is not None and guard["clocks"]
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=40)
 @pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 def test_compiled_run_trains_and_resumes(train: Train, accelerator: str) -> None:

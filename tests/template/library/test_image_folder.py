@@ -1,11 +1,8 @@
-"""Tests of image folders. A folder with another layout is refused before a run starts, and the
-error names the folder.
-"""
+"""Image folders, and refusals of folders with another layout."""
 
 from __future__ import annotations
 
 import os
-import sys
 import unicodedata
 from pathlib import Path
 
@@ -14,20 +11,16 @@ import pytest
 from PIL import Image
 
 import evaluate
-from src.app import app
 from src.schema import Config, DataConfig
 from tests.template.runs import run_warm
-from timm_parallel.checked_configs import check_config
 from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
-from timm_parallel.entry import run_command
+from timm_parallel.testing.commands import Refuse
 
 
 def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
-    """Write images into `<root>/<split>/<class>/`, and return the root folder. `counts` maps split
-    and class to the number of images. Each class has one color, and JPEG and PNG files alternate.
-    """
+    """Write `counts[split][class]` images, one color per class, JPEG and PNG in turn."""
     draw = np.random.default_rng(0)
     for split, classes in counts.items():
         for label, (name, count) in enumerate(classes.items()):
@@ -62,20 +55,14 @@ BAD: dict[str, tuple[dict[str, dict[str, int]], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_image_folder_with_missing_splits_or_classes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    refuse: Refuse, tmp_path: Path, name: str
 ) -> None:
     counts, message = BAD[name]
     for split in counts:
         (tmp_path / "images" / split).mkdir(parents=True)
     root = image_folder(tmp_path / "images", counts)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(sys, "argv", ["train.py", "data=folder", f"data.root={root}"])
-    assert run_command(app) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"train.py: data.root={root}") and message in lines[0]
-    assert list((tmp_path / "here").iterdir()) == []
+    line = refuse("data=folder", f"data.root={root}")
+    assert line.startswith(f"train.py: data.root={root}") and message in line
 
 
 @pytest.mark.parametrize(
@@ -115,32 +102,22 @@ def test_class_folder_named_train_is_accepted_when_the_folder_contains_no_subfol
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (("data=folder", "data.root={root}/parts", "data.batch_size=9"), "data.batch_size=9: "),
-        (("data=folder", "data.root={root}/parts", "data.batch_size=8"), None),
+        ("data=folder data.root={root}/parts data.batch_size=9", "data.batch_size=9: "),
         (
-            ("data=folder", "data.root={root}/parts", "data.batch_size=4", "train.accumulate=3"),
+            "data=folder data.root={root}/parts data.batch_size=4 train.accumulate=3",
             "train.accumulate=3: ",
         ),
-        (("data=csv", "data.root={root}", "data.batch_size=3"), "data.batch_size=3: "),
-        (("data=digits", "data.batch_size=1258"), "data.batch_size=1258: "),
-        (("data=digits", "data.batch_size=16", "data.limit_train=8"), "data.batch_size=16: "),
+        ("data=csv data.root={root} data.batch_size=3", "data.batch_size=3: "),
+        ("data=digits data.batch_size=1258", "data.batch_size=1258: "),
+        ("data=digits data.batch_size=16 data.limit_train=8", "data.batch_size=16: "),
         (
-            (
-                "data.batch_size=null",
-                "data.batch_size_per_device=700",
-                "parallel=ddp",
-                "parallel.devices=2",
-            ),
+            "data.batch_size=null data.batch_size_per_device=700 parallel=ddp parallel.devices=2",
             "data.batch_size=1400: ",
         ),
     ],
 )
 def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    key: str | None,
+    refuse: Refuse, tmp_path: Path, words: str, key: str
 ) -> None:
     image_folder(tmp_path / "parts", {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
     rows = [
@@ -149,39 +126,8 @@ def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
         for number, split in ((0, ""), (2, "val"))
     ]
     (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
-    started: list[bool] = []
-
-    def run_job(*_: object) -> int:
-        started.append(True)
-        return 0
-
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
-    command = [word.format(root=tmp_path) for word in words]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "train.py",
-            "model=tiny",
-            "parallel=single",
-            f"hydra.run.dir={tmp_path / 'run'}",
-            *command,
-        ],
-    )
-    assert run_command(app) == (2 if key else 0)
-    assert bool(started) == (key is None)
-    assert (tmp_path / "run").exists() == (key is None)
-    if key is not None:
-        assert capsys.readouterr().err.startswith(f"train.py: {key}")
-
-
-@pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_in_memory_dataset_refuses_data_root(name: str) -> None:
-    config = Config(data=DataConfig(name=name, root="/data/shapes"))
-    with pytest.raises(
-        ValueError, match=rf"data\.root=/data/shapes: data\.name={name} .*data=folder"
-    ):
-        check_config(config)
+    line = refuse("model=tiny", "parallel=single", *words.format(root=tmp_path).split())
+    assert line.startswith(f"train.py: {key}")
 
 
 def test_custom_dataset_may_use_data_root() -> None:
@@ -308,7 +254,6 @@ def test_two_class_folders_of_one_name_in_two_unicode_forms_are_refused(tmp_path
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.processes
 def test_run_on_names_that_are_not_utf_8_logs_notes_and_writes_the_bytes_of_the_names(
     tmp_path: Path,
 ) -> None:

@@ -1,12 +1,8 @@
-"""Test the measurements in the result of a run: throughput, parts of the step time, times per
-rank, communication, energy, and disturbances by other programs.
-"""
+"""Throughput, times per rank, communication, energy and disturbances of a run."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,10 +13,9 @@ import torch
 from torch import nn
 
 from src.train.run import run
-from tests.template.runs import ROOT, resolved, task_of
+from tests.template.runs import resolved, run_python, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.machine.nvidia import Gpu
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
 from timm_parallel.measure.guard import flags, guard
@@ -47,9 +42,7 @@ QUIET: dict[str, Any] = {
 
 
 def by_the_clock(folder: Path, batch: int) -> float:
-    """Compute images per second from the timestamps of the first and the last logged step in
-    metrics.jsonl.
-    """
+    """Compute images per second from the timestamps in metrics.jsonl."""
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
     first, last = lines[0], lines[-1]
     return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
@@ -129,9 +122,7 @@ def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equa
 def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_step(
     tmp_path: Path,
 ) -> None:
-    """An epoch has six batches, and an optimizer step accumulates four of them. So two batches
-    are dropped.
-    """
+    """An epoch has six batches, and an optimizer step takes four of them."""
     result = in_ranks(
         trained, 1, str(tmp_path / "run"), "parallel=single", "train.accumulate=4", "train.epochs=1"
     )[0]
@@ -139,9 +130,7 @@ def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_
 
 
 def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
-    """Train a run in which one rank computes 20 ms longer in every step. Return the result of
-    the run.
-    """
+    """Train a run in which one rank computes 20 ms longer in every step."""
     clip = Step._clip
 
     def slower(step: Step, phase: Any) -> None:
@@ -228,23 +217,6 @@ def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook() -> None
         assert exposed == pytest.approx(0.4, rel=0.1)
 
 
-def alone(ranks: Ranks, store: Any) -> Any:
-    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=1").parallel, ranks, store)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    wrapped = strategy.wrap(step_of(model))
-    communication = strategy.communication(wrapped)
-    communication.start_measuring()
-    for _ in range(3):
-        wrapped(random_batch())[0].mean().backward()
-    measured = communication.seconds(), communication.bytes(model.parameters())
-    strategy.close()
-    return measured
-
-
-def test_ddp_on_one_rank_reports_zero_communication_time_and_bytes() -> None:
-    assert in_ranks(alone, 1) == [((0.0, 0.0), 0)]
-
-
 def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
     strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
     step = nn.Linear(8, 8)
@@ -320,64 +292,6 @@ def test_result_flags_report_other_cpu_load_steal_time_slowdown_and_gpu_throttli
     assert flags(QUIET | changes, 100) == reasons
 
 
-class Nvml:
-    """Fake NVML library with one device that answers only some queries. The temperature rises
-    with each query.
-    """
-
-    NVMLError = type("NVMLError", (Exception,), {})
-
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers, self.celsius = answers, 60
-
-    def __getattr__(self, name: str) -> Any:
-        def answer(*arguments: Any) -> Any:
-            if name == "nvmlDeviceGetTemperature" and name in self.answers:
-                self.celsius += 5
-                return self.celsius
-            if name not in self.answers:
-                raise self.NVMLError(name)
-            return self.answers[name]
-
-        return answer
-
-
-@pytest.mark.parametrize(
-    ("answers", "measured"),
-    [
-        ({}, None),
-        (
-            {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": 1},
-            {"celsius": None, "sm_mhz": None, "sm_mhz_max": None, "slowed_by": []},
-        ),
-        (
-            {
-                "nvmlInit": None,
-                "nvmlDeviceGetHandleByUUID": 1,
-                "nvmlDeviceGetTemperature": 1,
-                "nvmlDeviceGetClockInfo": 1500,
-                "nvmlDeviceGetMaxClockInfo": 1980,
-                "nvmlDeviceGetCurrentClocksThrottleReasons": 0x44,
-            },
-            {
-                "celsius": 75,
-                "sm_mhz": 1500,
-                "sm_mhz_max": 1980,
-                "slowed_by": ["heat (by the hardware)"],
-            },
-        ),
-    ],
-)
-def test_gpu_state_has_temperature_and_clocks_when_nvml_reports_them(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], measured: dict[str, Any] | None
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml(answers))
-    gpu = Gpu("GPU-1")
-    for _ in range(3):
-        gpu.sample()
-    assert gpu.state() == measured
-
-
 class SteppedGpu:
     """Fake GPU whose energy counter rises by 5 J with every training step. With `known` false,
     the GPU of rank 1 has no counter.
@@ -399,7 +313,6 @@ def metered(
     return trained(ranks, store, folder, *overrides)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("uuids", "gpus"),
     [
@@ -422,7 +335,6 @@ def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
     result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]
@@ -438,12 +350,4 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
     """On Linux, ru_maxrss of a child process starts at the memory use of its parent process."""
     held = bytearray(300 * 2**20)
     code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert 2**20 < int(done.stdout) < len(held) // 2
+    assert 2**20 < int(run_python("-c", code).stdout) < len(held) // 2

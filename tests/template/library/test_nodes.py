@@ -1,6 +1,4 @@
-"""Test runs on several nodes: rank variables of srun and torchrun, comparison of the nodes,
-errors, and data that rank 0 sends to all ranks.
-"""
+"""Runs on several nodes: rank variables, comparison of the nodes, and errors."""
 
 from __future__ import annotations
 
@@ -10,15 +8,13 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch.utils._pytree import tree_flatten
 
 from src.app import app
 from tests.template.runs import resolved
@@ -78,12 +74,22 @@ def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}]
+    ("environment", "ranks"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_NTASKS": "4"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        # A wrapper script under mpirun sets the variables of torchrun for each process.
+        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
+        # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
+        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
+    ],
 )
-def test_one_srun_task_is_not_treated_as_a_rank(
-    environment: dict[str, str],
+def test_one_task_of_srun_or_mpi_is_no_rank_and_mpi_variables_of_others_are_ignored(
+    environment: dict[str, str], ranks: Ranks | None
 ) -> None:
-    assert ranks_from_environment(environment) is None
+    assert ranks_from_environment(environment) == ranks
 
 
 @pytest.mark.parametrize(
@@ -102,22 +108,6 @@ def test_ranks_started_by_mpirun_are_refused_with_advice_to_use_torchrun_or_srun
         ranks_from_environment(environment)
 
 
-@pytest.mark.parametrize(
-    ("environment", "ranks"),
-    [
-        # A wrapper script under mpirun sets the variables of torchrun for each process.
-        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
-        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
-    ],
-)
-def test_mpi_variables_are_ignored_under_torchrun_or_srun_and_for_one_mpi_process(
-    environment: dict[str, str], ranks: Ranks | None
-) -> None:
-    assert ranks_from_environment(environment) == ranks
-
-
 @pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
 def test_error_names_the_slurm_variable_that_an_srun_task_lacks(missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
@@ -132,9 +122,7 @@ def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: 
 
 
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
-    """Build the inventory of each node from a triple of its number of ranks, cores and CUDA
-    devices.
-    """
+    """Build the inventory of nodes with (ranks, cores, CUDA devices)."""
     return [
         NodeInventory(
             node,
@@ -231,30 +219,8 @@ TORCH = version("torch")
 ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
 
 
-def test_node_inventory_lists_overrides_versions_of_libraries_and_code_files() -> None:
-    from torch.distributed import HashStore
-
-    store = HashStore()
-    publish_inventory(store, 0, 0, 1, ARGUMENTS)
-    software = collect_inventories(store, 1, 5)[0].software
-    assert (software["train.epochs"], software["torch"]) == ("4", TORCH)
-    assert {"train.py", "src/schema.py", "timm_parallel/launch/nodes.py"} <= set(software)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "parts"),
-    [
-        (
-            "train.epochs",
-            "8",
-            ("train.epochs=4 on node 0 (host0)", "train.epochs=8 on node 2 (host2)"),
-        ),
-        ("torch", "1.0", (f"torch={TORCH} on node 0", "torch=1.0 on node 2")),
-        ("src/schema.py", "0", ("src/schema.py=", "src/schema.py=0 on node 2 (host2)")),
-    ],
-)
 def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
-    monkeypatch: pytest.MonkeyPatch, key: str, value: str, parts: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.distributed import HashStore
 
@@ -263,28 +229,13 @@ def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
         monkeypatch.setattr(nodes, "host_name", lambda node_=node_: f"host{node_}")
         publish_inventory(store, node_, node_, 1, ARGUMENTS)
     third = collect_inventories(store, 3, 5)[2]
-    third.software[key] = value
-    store.set("facts/2", json.dumps(asdict(third)))
-    with pytest.raises(ValueError, match="give all nodes the same") as refusal:
-        collect_inventories(store, 3, 5)
-    assert all(part in str(refusal.value) for part in parts)
-
-
-def test_only_the_first_rank_of_each_node_reports_overrides_and_library_versions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch.distributed import HashStore
-
-    monkeypatch.setattr("sys.argv", ["train.py", *ARGUMENTS])
-    store, places = HashStore(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
-    for rank, local_rank, node_ in places:
-        torchrun._publish_inventory_of(Ranks(rank, 4, local_rank, 2, node=node_, nodes=2), store)
-    epochs = [fact.software.get("train.epochs") for fact in collect_inventories(store, 4, 5)]
-    assert epochs == ["4", None, "4", None]
-    torchrun._publish_inventory_of(Ranks(0, 1), store)
-    assert collect_inventories(store, 1, 5)[0].software == {}, (
-        "expected no software list for a single node, which needs no comparison"
-    )
+    for key, here in (("train.epochs", "4"), ("torch", TORCH), ("src/schema.py", "")):
+        changed = replace(third, software={**third.software, key: "8"})
+        store.set("facts/2", json.dumps(asdict(changed)))
+        with pytest.raises(ValueError, match="give all nodes the same") as refusal:
+            collect_inventories(store, 3, 5)
+        assert f"{key}={here}" in str(refusal.value) and " on node 0" in str(refusal.value)
+        assert f"{key}=8 on node 2 (host2)" in str(refusal.value)
 
 
 @pytest.mark.slow(seconds=2)
@@ -311,9 +262,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     place: tuple[int, ...],
     is_printed: bool,
 ) -> None:
-    """Rank 0 prints the config error on node 0. On each other node, the first rank prints the
-    error.
-    """
+    """Rank 0 prints the error on its node, and the first rank of each other node there."""
     from torch.distributed import HashStore
 
     store, ranks = HashStore(), Ranks(*place)
@@ -349,9 +298,7 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
 
 
 def shift_synthetic_labels(number: int) -> None:
-    """Add `number` to all labels of the synthetic dataset. The change affects only the process
-    of this rank, which ends with the test.
-    """
+    """Add `number` to all labels of the synthetic dataset in this process."""
     from src.data.datasets import Synthetic
 
     ordinary = Synthetic.__init__
@@ -377,44 +324,6 @@ def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
     first, second = in_ranks(_build_other_data, 2, change)
     assert first == second
     assert part in first and "on rank 0 (" in first and "on rank 1 (" in first
-
-
-STATE: dict[str, Any] = {
-    "model": {
-        "weight": torch.arange(6.0).view(2, 3),
-        "empty": torch.empty(0, 3),
-        "half": torch.ones(3).bfloat16(),
-    },
-    "optimizer": {
-        "state": {0: {"step": torch.tensor(3.0)}},
-        "param_groups": [{"betas": (0.9, 0.999), "params": [0]}],
-    },
-    "scaler": None,
-    "progress": {"step": 3, "best": float("-inf")},
-    "flags": torch.tensor([True, False]),
-}
-
-
-def _share(ranks: Ranks, store: Store) -> bool:
-    from timm_parallel.parallel.build import build_strategy
-
-    strategy = build_strategy(resolved("parallel=ddp", "parallel.devices=2").parallel, ranks, store)
-    got = strategy.group.share_state(STATE if ranks.rank == 0 else None)
-    strategy.close()
-    (values, tree), (expected, expected_tree) = tree_flatten(got), tree_flatten(STATE)
-    tensors = [value for value in expected if isinstance(value, torch.Tensor)]
-    assert tree == expected_tree and len(tensors) == 5
-    return all(
-        value.dtype == other.dtype and torch.equal(value, other)
-        if isinstance(other, torch.Tensor)
-        else value == other
-        for value, other in zip(values, expected, strict=True)
-    )
-
-
-@pytest.mark.processes
-def test_share_state_sends_the_checkpoint_state_of_rank_0_unchanged_to_all_ranks() -> None:
-    assert in_ranks(_share, 2) == [True, True]
 
 
 def _train(
@@ -454,7 +363,6 @@ def _train(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
 def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
@@ -467,7 +375,6 @@ def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(tmp_path: Path) -> None:
     overrides = (
         "train.epochs=1",

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.models.build import build_model
 from src.schema import ModelConfig
-from tests.template.runs import evaluate_batches, resolved, task_of, train_run
+from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
@@ -35,16 +35,13 @@ from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.measure.telemetry import Telemetry
-from timm_parallel.model.checks import check_networks
 from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
-from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
-from timm_parallel.state import checkpoint, restoring
+from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import Learning, Phase
 from timm_parallel.state.progress import Progress
 
@@ -65,9 +62,7 @@ class ThreadInTurn(threading.Thread):
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate three GPUs with fake tensors. Fake tensors reject operations across devices, but
-    have no data and no backward pass.
-    """
+    """Simulate three GPUs with fake tensors, which have no data and no backward pass."""
     # FakeTensorMode looks for GPUs when it starts. Start this mode before GPUs are simulated,
     # because simulated GPUs have no driver.
     with FakeTensorMode():
@@ -242,10 +237,7 @@ def test_evaluation_with_single_or_dp_on_cpu_uses_the_training_precision_in_ever
     spread: str,
 ) -> None:
     """On a CPU, dp runs its replicas in threads. Each thread has a separate autocast state."""
-    config = ResolvedParallel(
-        strategy=spread, devices=2 if spread == "dp" else 1, accelerator="cpu", threads_per_device=1
-    )
-    strategy, model = build_strategy(config, Ranks(), None), Seen()
+    strategy, model = cpu_strategy(spread, 2 if spread == "dp" else 1), Seen()
     images, labels = torch.randn(7, 3, 2, 2), torch.zeros(7, dtype=torch.int64)
     evaluation = evaluate_with(strategy, model, torch.bfloat16, [(images, labels)])
     assert evaluation.samples == 7
@@ -281,59 +273,6 @@ def test_sync_bn_does_not_change_eval_outputs_of_timm_models(name: str) -> None:
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(synchronized(images), bare(images), rtol=0, atol=0)
-
-
-def test_memory_record_adds_rank_to_device_name_when_ranks_have_equal_device_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    strategy = build_strategy(
-        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
-        Ranks(),
-        None,
-    )
-    telemetry = Telemetry(strategy.devices, strategy.group)
-    of_ranks = [[{"device": name, "peak_bytes": 1}] for name in ("cuda:0", "cuda:0", "cuda:1")]
-    monkeypatch.setattr(strategy.group, "gather", lambda own: of_ranks)
-    assert [entry["device"] for entry in telemetry.memory()] == [
-        "cuda:0_rank_0",
-        "cuda:0_rank_1",
-        "cuda:1",
-    ]
-
-
-def test_resume_loads_checkpoint_into_cpu_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint loaded on the GPU would need memory for a second copy of the weights. Each
-    step would also wait for the step counters of the optimizer.
-    """
-    (tmp_path / "checkpoints").mkdir()
-    contents = {
-        "format": checkpoint.FORMAT,
-        "model": {"weight": torch.ones(2)},
-        "phases": {"train": {"optimizer": {"state": {"weight": {"step": torch.ones(())}}}}},
-        "segments": [],
-    }
-    torch.save(contents, tmp_path / "checkpoints" / "step_1.pt")
-    run: Any = object.__new__(Run)
-    run.folder = tmp_path
-    run.parts = SimpleNamespace(
-        strategy=SimpleNamespace(device=torch.device("meta"), group=ProcessGroup(Ranks())),
-        config=SimpleNamespace(parallel=SimpleNamespace(devices=1)),
-        progress=SimpleNamespace(step=1),
-        train_loader=SimpleNamespace(replay=None),
-    )
-    restored: list[Any] = []
-
-    def restore_run(parts: Any, contents: dict[str, Any]) -> dict[str, Any]:
-        restored.append(contents)
-        return {}
-
-    monkeypatch.setattr(restoring, "restore_run", restore_run)
-    run._resume()
-    state = restored[0]["phases"]["train"]["optimizer"]["state"]
-    tensors = [restored[0]["model"]["weight"], state["weight"]["step"]]
-    assert [tensor.device.type for tensor in tensors] == ["cpu", "cpu"]
 
 
 @pytest.mark.usefixtures("three_gpus")
@@ -400,24 +339,6 @@ def test_cudnn_benchmark_mode_is_enabled_unless_training_is_deterministic(
         use_deterministic_algorithms()
     on_gpus(devices=3)
     assert torch.backends.cudnn.benchmark == (not deterministic)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_image_size_check_disables_cudnn_benchmark_mode_for_its_forward_pass(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    seen: list[bool] = []
-
-    class Model(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            seen.append(torch.backends.cudnn.benchmark)
-            return images.flatten(1).view(1, 3 if fails else -1)
-
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    sample = Batch({"image": torch.zeros(1, 1, 4, 4), "target": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"data\.image_size=4") if fails else nullcontext():
-        check_networks(task_of(16), Networks({"model": Model()}), sample)
-    assert seen == [False] and torch.backends.cudnn.benchmark
 
 
 @pytest.mark.usefixtures("deterministic_here")

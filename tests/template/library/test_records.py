@@ -1,6 +1,4 @@
-"""Record files of a run must be written completely or not at all, belong to one run, and be read
-back unchanged.
-"""
+"""Record files are written completely or not at all, and read back unchanged."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def test_environment_json_dirty_is_true_for_uncommitted_changes_and_null_when_gi
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a git repository with one commit of two files. The user of this repository has
-    configured colored git output.
-    """
+    """Create a git repository with a commit of two files, and colored git output."""
     root = tmp_path / "code"
     root.mkdir()
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
@@ -222,17 +218,6 @@ def test_error_names_hydra_run_dir_when_no_folder_can_be_created_at_the_path(
     assert "\n" not in str(refusal.value)
 
 
-def test_error_names_hydra_run_dir_when_permission_to_create_the_run_folder_is_denied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*words: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"hydra\.run\.dir="):
-        claim_folder(tmp_path / "run")
-
-
 def crash(*words: object, **options: object) -> None:
     raise OSError("the power went out")
 
@@ -285,17 +270,6 @@ def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
     monkeypatch.setattr(os, "fsync", fsync)
     write_text(tmp_path / "note", "here")
     assert (tmp_path / "note").read_text() == "here"
-
-
-def test_json_file_keeps_its_old_content_when_the_new_value_is_not_serializable(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "value.json"
-    write_json(path, {"whole": True})
-    with pytest.raises(TypeError):
-        write_json(path, {"whole": object()})
-    assert json.loads(path.read_text()) == {"whole": True}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def reject(constant: str) -> None:

@@ -1,17 +1,12 @@
-"""Test the description of a model in the report. If arguments of a timm model were changed, the
-description has the option file, the number of parameters and the image size.
-"""
+"""Description of a model in the report."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.report_sweeps import Sweep, read
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -24,9 +19,7 @@ CHOICES = (
 
 
 def titles(report: tuple[str, str, dict[str, Any]]) -> list[str]:
-    """Return the titles of the groups of runs. Check that each title is a heading in the HTML
-    page and in the Markdown page.
-    """
+    """Return the titles of the groups of runs, which must be headings in HTML and Markdown."""
     html, markdown, values = report
     results = [group["title"].partition(", strong scaling")[0] for group in values["groups"]]
     assert all(title in html and title.replace("_", "\\_") in markdown for title in results)
@@ -75,13 +68,3 @@ def test_report_title_of_a_changed_model_has_option_parameter_count_and_image_si
     report = read(folder)
     assert titles(report) == [title]
     assert report[2]["groups"][0]["model"] == model["name"]
-
-
-def test_report_title_of_a_finished_run_has_model_parameter_count_and_image_size(
-    tmp_path: Path, finished_run: Finished
-) -> None:
-    folder = Path(shutil.copytree(finished_run.folder, tmp_path / "run"))
-    parameters = json.loads((folder / "result.json").read_text())["parameters"]
-    assert titles(read(folder)) == [
-        f"tiny (vit_tiny_patch16_224, {parameters / 1000:.0f} k parameters, 32 px)"
-    ]

@@ -1,6 +1,4 @@
-"""Test scripts/reproduce.py: a repeated run must be equal bit for bit, or the certificate names
-the differences.
-"""
+"""scripts/reproduce.py repeats a run bit for bit, or names the differences."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def copied_code(repository: Path, commit: str, folder: Path) -> None:
-    """Replace `copy_commit` by a copy of the current code, because this code may not be
-    committed.
-    """
+    """Replace `copy_commit`, because the current code may not be committed."""
     for name in ("src", "conf", "timm_parallel"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("tests"))
     shutil.copy(ROOT / "train.py", folder)
@@ -82,9 +78,7 @@ def write_environment(run: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def copy(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the recorded run and its data, so that a test may change the copy. Return the folder
-    of the copy.
-    """
+    """Copy the recorded run and its data, so that a test may change the copy."""
     monkeypatch.setattr(reproduce, "copy_commit", copied_code)
     shutil.copytree(recorded, tmp_path / "copy")
     edit(tmp_path / "copy/run/config.yaml", str(recorded), str(tmp_path / "copy"))
@@ -98,7 +92,6 @@ def certificate(base: Path, code: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=9)
-@pytest.mark.processes
 def test_repeated_run_has_equal_losses_and_weights(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,22 +108,7 @@ def test_repeated_run_has_equal_losses_and_weights(
     assert "reproduced: 5 of 5 losses" in capsys.readouterr().out
 
 
-def change_an_image(base: Path) -> None:
-    # Change all images of one class, so that training images are among them. Images of other splits
-    # change no training loss.
-    for path in (base / "data" / "a").iterdir():
-        with Image.open(path) as image:
-            changed = image.copy()
-        changed.putpixel((3, 3), (0, 0, 0))
-        changed.save(path)
-
-
-def change_the_threads(base: Path) -> None:
-    edit(base / "run/config.yaml", "threads_per_device: 1", "threads_per_device: 2")
-
-
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
     copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,46 +121,30 @@ def test_reproducing_a_run_with_more_gpus_than_this_machine_has_is_refused(
     assert not (copy / "run" / "certificate.json").exists()
 
 
-@pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.nightly
-def test_reproduction_names_the_first_different_loss_and_the_images_changed_after_the_run(
-    copy: Path,
-) -> None:
-    change_an_image(copy)
-    found = certificate(copy, 3)
-    assert found["first_difference"]["metric"] == "train/loss"
-    assert found["first_difference"]["step"] == 3
-    assert found["differences"] == {}
-    assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow
-def test_reproduction_names_the_changed_code_file_and_the_changed_number_of_threads(
+def test_reproduction_names_what_has_changed_since_the_run(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
         copied_code(repository, commit, folder)
-        edit(
-            folder / "timm_parallel/runtime/step.py",
-            "return loss.detach()",
-            "return 2 * loss.detach()",
-        )
+        step = folder / "timm_parallel/runtime/step.py"
+        edit(step, "return loss.detach()", "return 2 * loss.detach()")
 
     monkeypatch.setattr(reproduce, "copy_commit", changed_code)
-    change_the_threads(copy)
+    edit(copy / "run/config.yaml", "threads_per_device: 1", "threads_per_device: 2")
+    # Write all images of one class again, so that they are newer than the run.
+    for path in (copy / "data" / "a").iterdir():
+        path.write_bytes(path.read_bytes())
     found = certificate(copy, 3)
-    assert found["first_difference"]["metric"] == "train/loss"
-    was, now = found["first_difference"]["was"], found["first_difference"]["now"]
-    assert now == pytest.approx(2 * was, rel=1e-5)
     assert (found["losses"], found["equal_losses"]) == (3, 0)
-    assert found["differences"].keys() == {
-        "threads_per_device",
-        "code of timm_parallel/runtime/step.py",
-    }
+    first = found["first_difference"]
+    assert (first["metric"], first["step"]) == ("train/loss", 3)
+    assert first["now"] == pytest.approx(2 * first["was"], rel=1e-5)
+    code = "code of timm_parallel/runtime/step.py"
+    assert found["differences"].keys() == {"threads_per_device", code}
     assert found["differences"]["threads_per_device"] == [1, 2]
+    assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"
 
 
 def write_diff(text: str) -> Change:

@@ -1,6 +1,4 @@
-"""A run that is resumed with different settings or data must train exactly as the run announces,
-or refuse to start.
-"""
+"""A run resumed with other settings or data trains as announced, or refuses to start."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ Folders = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function that trains a run, stops it after the given step, and returns the run
-    folder. The function trains each combination of step and overrides once.
-    """
+    """Return a function that trains each run once, stops it at a step, and returns its folder."""
     made: dict[tuple[Any, ...], Path] = {}
 
     def at(at_step: int, *overrides: str) -> Path:
@@ -159,9 +155,7 @@ def reference(config: ResolvedConfig, contents: dict[str, Any]) -> RunParts:
 
 
 def groups_of(parts: RunParts) -> list[dict[str, Any]]:
-    """Return the hyper-parameters of each parameter group of the optimizer, with the names of
-    the parameters in the group.
-    """
+    """Return the settings and parameter names of each parameter group."""
     names = {id(parameter): name for name, parameter in parts.state.model.named_parameters()}
     return [
         {
@@ -173,9 +167,7 @@ def groups_of(parts: RunParts) -> list[dict[str, Any]]:
 
 
 def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> None:
-    """Check that two runs have equal parameter groups now and after each of the next steps, and
-    equal weights after the last step.
-    """
+    """Check that two runs have equal groups after each step, and equal weights at the end."""
     assert groups_of(parts) == groups_of(expected)
     for _ in range(steps):
         step(parts)
@@ -183,9 +175,6 @@ def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> Non
         assert groups_of(parts) == groups_of(expected)
     for name, tensor in expected.state.model.state_dict().items():
         assert torch.equal(parts.state.model.state_dict()[name], tensor), name
-
-
-# The next tests resume a run with changed settings of the optimizer.
 
 
 @pytest.mark.slow(seconds=1)
@@ -263,9 +252,6 @@ def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reach
         assert start_run(config, stopped(5)).parts.total_steps == 5
 
 
-# The next tests resume a run with changed training images.
-
-
 def changed_data(data: Path, to: Path, change: str) -> Path:
     """Copy the image folder, and apply the named change to the copy."""
     shutil.copytree(data, to)
@@ -337,19 +323,6 @@ def test_resume_with_fewer_images_trains_all_remaining_epochs_of_the_schedule(
     ] > config.optim.min_lr
 
 
-def test_run_raises_when_step_in_epoch_exceeds_the_steps_of_an_epoch(
-    stopped: Folders, data: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(stopped(5), tmp_path / "run")
-    run = start_run(config_of(data), tmp_path / "run")
-    run.parts.progress.step_in_epoch = 9
-    with (
-        pytest.raises(RuntimeError, match=r"step 9 of .* 4 steps"),
-        run.training() as training,
-    ):
-        train(training)
-
-
 @pytest.mark.slow(seconds=3)
 def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_false(
     stopped: Folders, data: Path
@@ -364,9 +337,6 @@ def test_resume_within_an_epoch_refuses_changed_batches_even_with_resume_strict_
         with pytest.raises(ValueError, match="mid-epoch"):
             start_run(config_of(data, override, "resume_strict=false"), stopped(5))
     start_run(config_of(data, "data.batch_size=3", "train.accumulate=2"), stopped(5))
-
-
-# The next test resumes a run with another checkpoint.metric.
 
 
 @pytest.mark.slow(seconds=1)
@@ -397,17 +367,11 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     ]
 
 
-# The next tests check what a resumed run records about its changes.
-
-
-@pytest.mark.processes
 @pytest.mark.slow(seconds=6)
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Call the main function of train.py. The ranks are forked from a warm server, which saves
-    the time of their imports.
-    """
+    """The ranks are forked from a warm server, which saves the time of their imports."""
     monkeypatch.setattr(job, "run_ranks", warm_ranks)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     for name in RANK_VARIABLES:
@@ -472,8 +436,6 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
         "the segments of an interrupted run differ"
     )
 
-
-# The next tests resume runs with random changes of settings and data.
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (7,),
@@ -552,9 +514,7 @@ def check_any_change(
     changes: dict[str, int],
     change: str,
 ) -> None:
-    """Check that a resumed run is refused, or trains like a new run with the announced config
-    that starts from the checkpoint.
-    """
+    """Check that a resume is refused, or trains as a new run from the checkpoint would."""
     folder = stopped(at_step)
     config = config_of(roots["none"])
     config.data.root = str(roots[change])
@@ -585,9 +545,7 @@ def check_any_change(
 
 
 def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
-    """Build a test that calls `check_any_change` with the given number of randomly drawn
-    changes.
-    """
+    """Build a test of so many random changes."""
 
     @settings(
         max_examples=examples,

@@ -1,6 +1,4 @@
-"""Test the rules of `resume`: choice of the run, settings, and error messages. The tests call
-the main function of train.py up to the start of ranks.
-"""
+"""Rules of `resume` in train.py up to the start of ranks."""
 
 from __future__ import annotations
 
@@ -321,8 +319,9 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     for override, folder in (("optim.lr=0.1", slow), ("optim.lr=0.2", fast)):
         assert main(*OVERRIDES, "resume=auto", override)[0] == 0
         assert main.ran[-1].resolve() == folder
-    code, err = main(*OVERRIDES, "resume=auto", "optim.lr=0.3")
-    assert code == 2 and len(main.ran) == 4
+    for other in (("optim.lr=0.3",), ("optim.lr=0.1", "+model.kwargs.drop_rate=0.1")):
+        code, err = main(*OVERRIDES, "resume=auto", *other)
+        assert code == 2 and len(main.ran) == 4
     assert "resume=auto: no unfinished run of train" in err and "auto_or_new" in err
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
     assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
@@ -375,14 +374,6 @@ def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_g
     assert load_config(flowers).task_name == "flowers"
 
 
-def test_resume_auto_is_refused_when_no_run_used_the_given_config_group_option(
-    main: Main,
-) -> None:
-    main.start("2026-01-01/09-00-00")
-    code, err = main("resume=auto", "optim=sgd", "task_name=train", "parallel.accelerator=cpu")
-    assert code == 2 and "with exactly this config" in err
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=1)
 def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
@@ -430,15 +421,6 @@ def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) 
     (folder / "result.json").unlink()
     assert main(*OVERRIDES, "resume=auto")[0] == 0
     assert main.ran[-1].resolve() == folder
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_is_refused_with_the_name_of_an_empty_config_yaml(main: Main) -> None:
-    folder = main.start("day/1")
-    (folder / "config.yaml").write_text("")
-    for words in ([f"resume={folder}"], [f"resume={folder}", "train.epochs=9"]):
-        code, err = main(*words)
-        assert code == 2 and str(folder) in err and "no readable config.yaml" in err
 
 
 @pytest.mark.slow(seconds=1)

@@ -1,6 +1,4 @@
-"""Test rules on combinations of keys. Such a rule is a method of a config class, and the library
-calls the rules of every config group.
-"""
+"""Test rules on combinations of keys."""
 
 from __future__ import annotations
 

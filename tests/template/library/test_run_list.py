@@ -34,9 +34,7 @@ def write_run(folder: Path, *overrides: str, age: float = 0, **result: Any) -> P
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write three runs that have ended, two that have not, and folders that are damaged or no
-    run.
-    """
+    """Write three runs that ended, two that did not, damaged folders and others."""
     tmp_path = tmp_path_factory.mktemp("outputs")
     write_run(
         tmp_path / "train/day/one",

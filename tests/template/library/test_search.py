@@ -1,6 +1,4 @@
-"""Test the hyper-parameter search: search space, error messages, pruning, failed trials, and a
-resume after kill -9.
-"""
+"""Hyper-parameter search: space, errors, pruning, failed trials and a resume."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ SMALL = (
 
 
 def space_of(*overrides: str) -> dict[str, Any]:
-    """Parse and check the search space of a command line. Return a dictionary from key to
-    dimension of the space.
-    """
+    """Parse and check the search space of a command line: key -> dimension."""
     command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL, *overrides]))
     space = read_space(command)
     check_space(command.config, points[0].tree, space)
@@ -244,7 +240,6 @@ def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_search_records_a_failed_trial_and_does_not_run_the_trial_again_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -288,7 +283,6 @@ def study(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_killed_search_keeps_the_parameter_values_of_its_running_trials_when_resumed(
     tmp_path: Path,
@@ -333,9 +327,7 @@ def test_killed_search_keeps_the_parameter_values_of_its_running_trials_when_res
 
 
 def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> str:
-    """Write search.html for a study with one trial per (status, value, reason), and return the
-    contents of the page.
-    """
+    """Write search.html for a study with a trial per (status, value, reason)."""
     import optuna
 
     from timm_parallel.lab.search.page import write_search_page
@@ -395,40 +387,6 @@ def test_search_html_shows_best_trial_plots_and_trial_table(tmp_path: Path) -> N
     assert "&lt;b&gt;|" in html
     figures = re.findall(r'<img alt="plot_(\w+)" src="data:image/svg\+xml;base64,', html)
     assert figures == ["optimization_history", "slice", "intermediate_values", "timeline"]
-
-
-@pytest.mark.slow(seconds=2)
-def test_search_html_calls_the_best_value_too_good(tmp_path: Path) -> None:
-    ends: list[tuple[str, float | None, str]] = [("done", 0.5, ""), ("done", 0.9, "")]
-    html = searched_page(tmp_path, ends)
-    assert "best of 2 trials, so it is too good" in html
-
-
-def test_search_html_shows_parameter_importances_when_20_trials_have_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the names of the plots are checked. Therefore empty figures replace the plots, which
-    saves time.
-    """
-    from matplotlib import pyplot
-
-    from timm_parallel.lab.search import page as search_page
-
-    for name in (
-        "optimization_history",
-        "slice",
-        "intermediate_values",
-        "timeline",
-        "param_importances",
-    ):
-        draw = lambda study, **options: pyplot.subplots(figsize=(1, 1))  # noqa: E731
-        draw.__name__ = f"plot_{name}"
-        monkeypatch.setattr(search_page.plots, draw.__name__, draw)
-    for count in (19, 20):
-        html = searched_page(
-            tmp_path, [("done", 0.1 + number / 100, "") for number in range(count)]
-        )
-        assert ("plot_param_importances" in html) == (count == 20)
 
 
 def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(

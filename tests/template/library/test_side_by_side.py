@@ -1,6 +1,4 @@
-"""Concurrent jobs of a sweep must not share devices or cores, and must have the results of jobs
-run alone. test_packing.py tests the scheduler.
-"""
+"""Concurrent jobs of a sweep share no device or core, and have the results of jobs alone."""
 
 from __future__ import annotations
 
@@ -133,7 +131,6 @@ def ran(jobs: Jobs, job: Job) -> dict[str, Any]:
     return json.loads((jobs.folder / job.folder / "ran.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.slow(seconds=6)
 def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: None) -> None:
@@ -156,7 +153,6 @@ def test_concurrent_sweep_jobs_do_not_share_cores(tmp_path: Path, fake_jobs: Non
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +163,6 @@ def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
     assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.slow(seconds=4)
 def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
@@ -183,7 +178,6 @@ def test_sweep_runs_a_job_that_was_out_of_memory_again_without_concurrent_jobs(
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 def test_sweep_runs_a_job_at_most_twice_when_every_attempt_is_out_of_memory(
     tmp_path: Path, fake_jobs: None, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +205,6 @@ def sweep(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alone(
     tmp_path: Path,
@@ -233,15 +226,12 @@ def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alo
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 @pytest.mark.nightly
 def test_running_jobs_of_a_sweep_end_when_the_sweep_process_gets_sigint_or_sigkill(
     tmp_path: Path,
 ) -> None:
-    """After SIGKILL, a resumed sweep must run the missing jobs. test_sweep.py tests the resume
-    after SIGINT.
-    """
+    """After SIGKILL, a resumed sweep must run the missing jobs."""
     folder = tmp_path / "sweep"
     running = subprocess.Popen(
         [sys.executable, *sweep(folder, "seed=1,2,3", "train.epochs=30")],

@@ -1,12 +1,9 @@
-"""Test the cost of the training loop by counting reads of tensor values, calls per step, and
-page faults.
-"""
+"""Cost of the training loop: reads of tensor values, calls per step, page faults."""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -21,7 +18,16 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.template.runs import evaluate_batches, parts_of, resolved, take_steps, task_of, train_run
+from tests.template.runs import (
+    cpu_strategy,
+    evaluate_batches,
+    parts_of,
+    resolved,
+    run_python,
+    take_steps,
+    task_of,
+    train_run,
+)
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.build import build_strategy
@@ -79,9 +85,7 @@ class ValueReads(TorchDispatchMode):
 
 
 def count_reads(steps: int, *overrides: str) -> int:
-    """Count the tensor values that the CPU reads in `steps` training steps. Exactly one of these
-    steps is logged.
-    """
+    """Count the tensor values that the CPU reads in `steps` steps, one of them logged."""
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -117,10 +121,7 @@ def test_evaluation_of_more_batches_does_not_read_more_tensor_values_from_the_de
     """An evaluation may read values only once, at its end. For example, torch.bincount or
     indexing with a mask would read values in every batch.
     """
-    strategy = build_strategy(
-        resolved("parallel=single", "parallel.accelerator=cpu").parallel, Ranks(), None
-    )
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+    strategy, model = cpu_strategy(), nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
 
     def reads_of(batches: int) -> int:
         images, labels = (
@@ -147,9 +148,7 @@ def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
 
 
 def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Train a run with one logged step. Return a dictionary from the name of a function that
-    logs, writes or draws to the number of its calls.
-    """
+    """Train a run with one logged step, and count the calls that log, write or draw."""
     calls: Counter[str] = Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -192,9 +191,7 @@ def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
-    """Train five steps with DDP. Return whether DDP sends buffers in every step, and the sums of
-    all weights and buffers.
-    """
+    """Train five DDP steps; return whether it sends buffers, and sums of all tensors."""
     config = resolved(
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
         f"parallel.broadcast_buffers={broadcast}",
@@ -265,17 +262,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-@pytest.mark.processes
 def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
     """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
     }
-    command = [sys.executable, "-c", FAULTS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=True, env=environment
-    )
-    assert int(done.stdout) < 600
+    assert int(run_python("-c", FAULTS, environment=environment).stdout) < 600
 
 
 @pytest.mark.slow(seconds=1)

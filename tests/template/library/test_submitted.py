@@ -1,6 +1,4 @@
-"""Test a search whose trials are Slurm jobs. Each trial must be submitted once, and a resumed
-search must find the job of a running trial.
-"""
+"""Test a search whose trials are Slurm jobs."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def trial(folder: Path, config: object = None) -> SlurmJob:
-    """Build a trial as a search does when the trial starts. If `config` is given, save it in the
-    folder of the trial first.
-    """
+    """Build a trial as a search does. `config`: save it in the folder first."""
     if config is not None:
         folder.mkdir()
         run_job(config, folder)  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""Test `data=timm`: datasets with timm's names, read from disk or refused with a fix. These
-tests download nothing.
-"""
+"""`data=timm`: datasets with timm's names, read from disk or refused with a fix."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from PIL import Image
 
 from src.data.transforms import OnImage, train_transform
 from src.schema import ResolvedConfig
-from src.train.build import build_data_and_model, build_run
-from tests.template.runs import resolved
+from src.train.build import build_data_and_model
+from tests.template.runs import parts_of, resolved
 from timm_parallel.app import as_resolved
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
@@ -46,16 +44,12 @@ def config_of(name: str, root: Path, *overrides: str) -> Config:
 
 
 def values_and_labels(split: Any) -> list[tuple[int, int]]:
-    """Return (red value, label) of every sample of a split. In these data the label is the red
-    value modulo 2.
-    """
+    """Return (red value, label) of every sample, where the label is the value modulo 2."""
     return [(int(image[0, 0, 0]), label) for image, label in (split[n] for n in range(len(split)))]
 
 
 def write_mnist(root: Path, count: int) -> None:
-    """Write the raw files of MNIST as torchvision unpacks them. torchvision checks only that
-    these files exist.
-    """
+    """Write the raw files of MNIST as torchvision unpacks them."""
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
@@ -119,7 +113,7 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
             "torch/mnist", tmp_path, f"data.image_size={side}", *augment, "parallel.accelerator=cpu"
         )
         resolved = cast(ResolvedConfig, as_resolved(config))
-        run = build_run(resolved, build_strategy(resolved.parallel, Ranks(), None))
+        run = parts_of(resolved)
         loaders = (run.train_loader, *run.eval_loaders.values())
         assert {loader.fetcher.gathers for loader in loaders} == {side == 28}
         assert {loader.num_workers == 0 for loader in loaders} == {side == 28}
@@ -139,9 +133,7 @@ def test_batch_gathered_from_a_torchvision_array_equals_the_images_read_one_by_o
 
 
 def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
-    """Build the dataset on this rank, with a fake download that writes local files. Return the
-    number of downloads by this rank, the number of images, and the last label.
-    """
+    """Build the dataset with a fake download; return downloads, size and last label."""
     downloads = []
 
     def download(dataset: torchvision.datasets.MNIST) -> None:
@@ -168,7 +160,6 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_only_one_ddp_rank_downloads_a_torchvision_dataset_that_is_not_on_disk(
     tmp_path: Path,
 ) -> None:

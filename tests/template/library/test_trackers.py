@@ -1,17 +1,10 @@
-"""Test trackers. The tracking tools must have everything that the run recorded. A tool that
-fails or hangs must change neither the run nor its end.
-
-Tests of wandb and MLflow run offline. They are skipped if these packages are missing: pip
-install -r requirements-trackers.txt.
-"""
+"""Trackers have all that a run recorded, and a failing one changes no run."""
 
 from __future__ import annotations
 
 import importlib.util
-import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ImageFont
 
 from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
@@ -33,7 +25,7 @@ from timm_parallel.machine import process_exit
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
-from timm_parallel.record.confusion import draw_confusion, short
+from timm_parallel.record.confusion import draw_confusion
 from timm_parallel.runtime.run import Training
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import read_lines
@@ -115,9 +107,7 @@ def hanging() -> Iterator[None]:
 
 
 def config_with(**classes: type[Tracker]) -> ResolvedConfig:
-    """Build the config of a small run with trackers that this file defines. A fork of this
-    project registers its trackers in the same way.
-    """
+    """Build the config of a small run with trackers of this file."""
     config = resolved(*SHORT)
     config.tracker.use = {name: f"{cls.__module__}.{cls.__name__}" for name, cls in classes.items()}
     return config
@@ -179,15 +169,6 @@ def test_confusion_matrix_is_drawn_for_any_class_names(names: list[str]) -> None
     """
     pixels = draw_confusion(np.eye(len(names), dtype=np.int64), names)
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
-
-
-def test_large_counts_in_a_confusion_matrix_are_abbreviated_and_fit_into_their_cells() -> None:
-    counts = {7: "7", 9_999: "9999", 10_497: "10k", 999_999: "999k", 12_345_678: "12M"}
-    assert {count: short(count) for count in counts} == counts
-    font = ImageFont.load_default(12)
-    # A cell is 30 pixels wide. A number that is up to 2 pixels wider still does not touch the
-    # number in the next cell.
-    assert all(font.getlength(short(8 * 10**power)) <= 30 + 2 for power in range(15))
 
 
 def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
@@ -351,13 +332,8 @@ def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     assert evaluation_config(tmp_path, []).tracker == TrackerConfig()
 
 
-# The next tests use the real packages wandb and mlflow without a network.
-
-
 def wandb_records(folder: Path) -> list[Any]:
-    """Read the records in all .wandb files of a run folder, in the order of the attempts. These
-    files have the log format of LevelDB.
-    """
+    """Read the records in all .wandb files, which have the log format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = []
@@ -389,7 +365,6 @@ def curve_of_wandb(folder: Path, name: str) -> list[tuple[int, float]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=60)
-@pytest.mark.processes
 def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
     train: Train, tmp_path: Path
 ) -> None:
@@ -440,49 +415,3 @@ def first_value(folder: Path, key: str) -> float:
     from timm_parallel.config.compose import load_config
 
     return float(getattr(load_config(folder).optim, key))
-
-
-@pytest.fixture
-def silent_server() -> Iterator[str]:
-    """Start a server that accepts connections and never answers. Yield its address."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        server.settimeout(0.2)
-        over, kept = threading.Event(), []
-
-        def accept() -> None:
-            while not over.is_set():
-                try:
-                    kept.append(server.accept()[0])
-                except TimeoutError:
-                    continue
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        over.set()
-        thread.join()
-        for connection in kept:
-            connection.close()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=40)
-@pytest.mark.processes
-def test_tracker_server_that_never_answers_delays_the_end_of_a_run_by_at_most_15_seconds(
-    train: Train, silent_server: str
-) -> None:
-    pytest.importorskip("wandb")
-    pytest.importorskip("mlflow")
-    environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": SECRET}
-    running = train.start(
-        *SHORT, ALL, f"tracker.uri={silent_server}", environment=environment, timeout=120
-    )
-    running.wait_for(lambda: (running.folder / "result.json").exists())
-    # Allow 10 s for the trackers, and 5 s for the end of the process on a busy machine.
-    until = time.monotonic() + 10 + 5
-    done = running.finish()
-    assert done.returncode == 0, done.output
-    assert time.monotonic() < until
-    lines = [line for line in done.stdout.splitlines() if line.startswith("tracker ")]
-    assert sorted(line.split(":")[0] for line in lines) == ["tracker mlflow", "tracker wandb"]
-    assert SECRET not in done.output

@@ -1,6 +1,4 @@
-"""Test settings to try for speed (`sweep.tune`): the first sentence of the report, the jobs,
-refusals, and a complete sweep.
-"""
+"""Settings to try for speed (`sweep.tune`): the report, the jobs and refusals."""
 
 from __future__ import annotations
 
@@ -24,9 +22,6 @@ SHORT = (
     "parallel.accelerator=cpu",
     "train.max_steps=4",
 )
-
-
-# The next tests check the first sentence of the report on a tuning.
 
 
 def tuned(
@@ -114,9 +109,6 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
     lead = tuned(tmp_path / "sweep", speeds, flags)
     assert list(findings(lead)) == ["disturbed" if flags else "none_faster"]
     assert lead["sentence"] and not lead["command"] and lead["point"] is None
-
-
-# The next tests check which settings a tuning tries or refuses.
 
 
 def tune(*overrides: str) -> int:

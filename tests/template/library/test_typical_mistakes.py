@@ -1,6 +1,4 @@
-"""Test typical mistakes of users of Lightning, timm and Hydra. Each must be refused in one line
-that names the right key or command first.
-"""
+"""Test typical mistakes of users of Lightning, timm and Hydra."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import yaml
 from evaluate import main as evaluate
 from scripts.predict import main as predict
 from src.schema import Config
-from tests.template.runs import run_python
 from timm_parallel.config.suggest import OTHER_NAMES, is_declared, is_known, key_hint
 from timm_parallel.keys import leaves
 from timm_parallel.testing.commands import Refuse
@@ -36,35 +33,23 @@ MISTAKES = {
     "--config configs/x.yaml": "experiment=<name in conf/experiment>",
     "--config-name foo": "'foo'",
     "-c conf/train.yaml": "'job'",
-    "--sched cosine": "optim.sched",
-    "--weight-decay 0.1": "optim.weight_decay",
-    "--batch-size 64": "data.batch_size",
     "-b 64": "data.batch_size",
     "--drop-path 0.1": "+model.kwargs.drop_path_rate",
     "-c job --lr 0.1": "optim.lr",
     "--multi --lr 0.1": "optim.lr",
     # These names lack the config group, as in optim.lr, or come from another program.
     "lr=0.1": "optim.lr",
-    "max_epochs=3": "train.epochs",
     "strategy=ddp": "parallel.strategy",
     "parallel=ddp devices=2": "parallel.devices",
-    "dataset=cifar10": "data",
-    "optimizer=adam": "optim.opt",
     "task=foo": "task_name",
     "logger=wandb": "tracker=wandb",
-    "ckpt_path=foo.ckpt": "resume=<run folder>",
     "run=outputs/x": "resume=<run folder>",
-    "hparams_search=mnist_optuna": "search=optuna",
     "test=False": "test split",
     # These keys are in the wrong config group, are misspelled, or come from another program.
     "trainer.max_epochs=3": "train.epochs",
     "trainer=ddp_sim": "parallel=ddp parallel.accelerator=cpu",
-    "callbacks.early_stopping.patience=3": "train.early_stop",
-    "model.optimizer.lr=0.1": "optim.lr",
-    "data.path=/data/x": "data.root",
     "optim.weight-decay=0.1": "optim.weight_decay",
     "optim.wd=0.1": "optim.weight_decay",
-    "+optim.wd=0.1": "optim.weight_decay",
     "optim.betas=[0.9,0.95]": "+optim.kwargs.betas",
     "+model.drop_rate=0.1": "+model.kwargs.drop_rate",
     "model.kwargs.drop_rate=0.1 --cfg job -p model": "+model.kwargs.drop_rate",
@@ -76,8 +61,6 @@ MISTAKES = {
     "model=resnet-18": "resnet18",
     "data=cifar10": "data=timm data.name=torch/cifar10",
     "optim=adam": "optim.opt=adam",
-    "parallel=dpp": "dp, ddp",
-    "tracker=tensorbord": "tensorboard",
     "tracker=csv": "tracker=none",
     "tracker=none,tensorboard": "[a,b]",
     "model=tiny,resnet18": "-m",
@@ -90,7 +73,6 @@ MISTAKES = {
     "train=False": "python evaluate.py run=<run folder>",
     # The sign ~ deletes a key or a config group, which train.py does not allow.
     "~optim.lr": "leave it out",
-    "~optim": "optim=adamw",
     "~optim=adamw": "optim=adamw",
     "~tracker": "tracker=none",
     # These values have a wrong notation or a wrong type.
@@ -103,12 +85,9 @@ MISTAKES = {
     "optim.lr=true": "a number",
     "-m optim.lr=0.1:0.5": "a number",
     "train.epochs=3.5": "an integer; the default is train.epochs=8",
-    "optim.warmup_epochs=x": "a number; the default is optim.warmup_epochs=0.5",
     "data.root=~/data": "data.root=$HOME/data",
     "data.augment=[]": "data.augment.scale=",
     "data.augment.scale=0.5": "[0.5,1.0]",
-    "data.augment.hflip=yes": "a number",
-    "seed=-1": ">= 0",
     "model.pretrained=ture": "true or false",
     "model.compile=yes": "True",
     "print_config=fulll": "full",
@@ -116,10 +95,8 @@ MISTAKES = {
     # These values are misspelled names, such as the name of a model.
     "model.name=resnet51": "resnet51q",
     "optim.opt=Adam": "adam",
-    "train.precision=fp-16": "fp16",
     "train.precision=bf16-mixed": "bf16",
     "train.loss=focal": "train.task=classification; use ce, bce",
-    "checkpoint.metric=val/acc1": "val/acc",
     "checkpoint.metric=val_loss": "val/loss",
     # Each value is valid, but the combination is not.
     "optim=sgd optim.opt=sgd optim.momentum=0": "optim.opt=momentum",
@@ -148,7 +125,7 @@ def first_in(message: str, command: str, expected: str) -> bool:
     return [name for name in before if name in KEYS and name not in command] == []
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("command", MISTAKES)
 def test_error_of_train_py_names_the_right_key_first_for_a_typical_mistake(
     refuse: Refuse, command: str
@@ -178,25 +155,6 @@ def test_error_of_predict_py_suggests_the_option_images_for_the_unknown_key_imag
     assert "--images" in line
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("command", "code", "expected"),
-    [
-        ("train.py ++optim.lr=0.1 --cfg job -p optim.lr", 0, "0.1"),
-        ("evaluate.py outputs/train/x", 2, "run=outputs/train/x"),
-    ],
-)
-def test_train_py_and_evaluate_py_print_exactly_one_line_for_a_typical_command(
-    command: str, code: int, expected: str
-) -> None:
-    done = run_python(*command.split())
-    [line] = (done.stdout + done.stderr).splitlines()
-    assert (done.returncode, expected in line) == (code, True), line
-
-
-# The next tests check the table of names from other programs.
-
-
 def tables() -> dict[str, dict[str, str]]:
     loaded: dict[str, dict[str, str]] = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
     return loaded
@@ -223,22 +181,8 @@ def test_table_of_names_from_other_programs_suggests_only_existing_keys_and_opti
     ] == []
 
 
-def test_table_of_names_from_other_programs_contains_no_key_of_this_project() -> None:
-    """A valid key is never looked up in the table of names from other programs. An entry for a
-    valid key would have no effect.
-    """
-    assert [
-        name
-        for table in tables().values()
-        for name in table
-        if "=" not in name and name in KEYS - {"resume"}
-    ] == []
-
-
 def suggestions_for(word: str) -> tuple[list[str], bool]:
-    """Return the suggestions of the message for a word such as `gpus=2`, and whether the message
-    says that no such key exists.
-    """
+    """Return the suggestions for a word such as `gpus=2`, and if it says that none exists."""
     key, _, value = word.lstrip("+").partition("=")
     text = key_hint(key, GROUPS, value)
     found = re.search(r"did you mean (.*)\?", text)

@@ -1,6 +1,4 @@
-"""Jobs that a warm server forks must have the same processes, results and ends as jobs that
-start as new processes.
-"""
+"""Jobs that a warm server forks act like jobs that start as new processes."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ from timm_parallel.launch import fork_server, rank
 from timm_parallel.launch.fork_server import _check_is_forkable, run_and_exit
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware, nvidia
-from timm_parallel.machine.lock import is_locked
 from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import processes_of
@@ -139,27 +136,6 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     assert not processes_of(folder)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=5)
-def test_killing_the_warm_server_kills_its_forked_jobs_and_marks_these_jobs_lost(
-    tmp_path: Path, server: WarmServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = frozen(tmp_path / "job", *FOREVER)
-    job = start(server, folder)
-    wait_until(lambda: trains(folder), server)
-    server.kill()
-    wait_until(lambda: job.is_lost, server, 10)
-    log = (folder / "metrics.jsonl").read_bytes()
-    assert job.poll() == -signal.SIGKILL
-    assert "jobs now start as new processes" in capfd.readouterr().err
-    wait_until(lambda: not processes_of(folder), server, 10)
-    assert (folder / "metrics.jsonl").read_bytes() == log, (
-        "a lost job could still finish, and would then run again"
-    )
-    assert not is_locked(folder)
-    assert not server.takes(frozen_config(folder))
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
@@ -208,20 +184,6 @@ def test_forked_job_ends_without_result_json_when_signaled_before_its_server_is_
     job.send_signal(signal.SIGINT)
     assert (job.wait(), job.is_lost) == (-signal.SIGINT, False)
     assert not (folder / "result.json").exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=8)
-def test_signal_sent_immediately_after_the_start_stops_a_forked_job(
-    tmp_path: Path, shared_server: WarmServer
-) -> None:
-    start(shared_server, frozen(tmp_path / "first"))
-    wait_until(lambda: not shared_server.jobs, shared_server)
-    for number in range(5):
-        job = start(shared_server, frozen(tmp_path / str(number), *FOREVER))
-        job.send_signal(signal.SIGTERM)
-        wait_until(lambda: not shared_server.jobs, shared_server, 60)
-        assert job.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""single, dp, ddp and fsdp train alike: step n sees the same images, and the weights agree up to
-rounding.
-"""
+"""single, dp, ddp and fsdp train alike."""
 
 from __future__ import annotations
 

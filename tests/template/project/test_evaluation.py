@@ -1,6 +1,4 @@
-"""Evaluation counts every image exactly once on any number of ranks, and reproduces the metrics of
-a checkpoint.
-"""
+"""Evaluation reproduces the metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from src.schema import ModelConfig
 from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
-from tests.template.runs import evaluate_batches, resolved, run_python, run_warm
+from tests.template.runs import cpu_strategy, evaluate_batches, resolved, run_python, run_warm
 from timm_parallel.config.compose import save_config
 from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.data.build import build_dataset
@@ -33,7 +31,6 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.single import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
@@ -111,36 +108,20 @@ def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_p
 
 
 def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
-    """With a larger `model.num_classes`,
-    top-1 and top-5 predictions are still classes of the data.
-    """
-    strategy = build_strategy(
-        ResolvedParallel(strategy="single", devices=1, accelerator="cpu", threads_per_device=1),
-        Ranks(),
-        None,
-    )
+    """With a larger `model.num_classes`, top-1 and top-5 predictions are classes of the data."""
 
     class Larger(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             return torch.cat([images.flatten(1), torch.full((len(images), 5), 9.0)], 1)
 
     labels = torch.arange(7)
-    actual = evaluate_batches(Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], strategy, 7, 7)
+    actual = evaluate_batches(
+        Larger(), [(torch.eye(7).view(7, 1, 7, 1), labels)], cpu_strategy(), 7, 7
+    )
     assert (actual.numbers["acc"], actual.numbers["acc5"]) == (1.0, 1.0)
     assert actual.numbers["loss"] == pytest.approx(
         functional.cross_entropy(torch.eye(7), labels).item()
     )
-
-
-@pytest.mark.parametrize(("outputs", "notices"), [(13, 1), (10, 0)])
-def test_log_states_numbers_of_outputs_and_classes_when_a_model_has_more_outputs(
-    caplog: pytest.LogCaptureFixture, outputs: int, notices: int
-) -> None:
-    """train.py and evaluate.py both build data and model with this function."""
-    config = resolved("parallel=single", "parallel.accelerator=cpu", f"model.num_classes={outputs}")
-    build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(lines) == notices and all("13" in line and "10" in line for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +213,6 @@ def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
 
 
 @pytest.mark.slow(seconds=14)
-@pytest.mark.processes
 def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
     done = run_python("evaluate.py", f"run={finished_run.folder}")
     assert done.returncode == 0, done.stderr

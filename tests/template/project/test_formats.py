@@ -1,6 +1,4 @@
-"""train.precision=auto and model.channels_last=auto: the ranks choose the number format and the
-memory format, and the run keeps them.
-"""
+"""train.precision=auto and model.channels_last=auto: chosen by the ranks, kept by the run."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ from timm_parallel.launch.resume import (
 from timm_parallel.machine import hardware
 from timm_parallel.machine.nvidia import CudaDevice, Driver
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.task_rules import check_task
@@ -137,7 +134,6 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     assert line.endswith(f"{precision} (auto)")
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Path) -> None:
     alone, spread = tmp_path / "single", tmp_path / "ddp"
@@ -179,10 +175,3 @@ def test_jobs_on_gpus_and_cpus_share_formats(monkeypatch: pytest.MonkeyPatch) ->
         assert {point.config.train.precision for point in points} == {precision}
         channels_last = False if precision == "fp32" else "auto"
         assert {point.config.model.channels_last for point in points} == {channels_last}
-
-
-def test_strategy_lists_no_chosen_key_when_the_config_names_the_formats() -> None:
-    config = resolved("parallel=single", "train.precision=bf16", "model.channels_last=false")
-    strategy = Single(config.parallel, Ranks())
-    strategy.choose_precision(config.train)
-    assert not strategy.chosen

@@ -1,6 +1,4 @@
-"""requirements.lock matches requirements.txt, has a hash for every package, and contains no path or
-URL.
-"""
+"""requirements.lock matches requirements.txt, with a hash for every package."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ PINS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 
 
 def locked(lock: str) -> dict[str, dict[str, int]]:
-    """Return package -> version -> number of hashes. Some packages have two versions, for different
-    Python versions.
-    """
+    """Return package -> version -> number of hashes."""
     packages: dict[str, dict[str, int]] = {}
     for block in re.split(r"\n(?=[A-Za-z0-9])", lock):
         head = re.match(r"([\w.-]+)==([\w.+!-]+)", block)

@@ -1,6 +1,4 @@
-"""Parameters that are not in the model, such as those of a loss. They are trained and saved, but
-not exported.
-"""
+"""Parameters of a loss are trained and saved, but not exported."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ NAMES = ["centers", "temperature", "batches"]
 
 
 class ArcFace(nn.Module):
-    """ArcFace (arXiv:1801.07698) added to cross entropy. It has a learned scale, a count of batches
-    and a constant.
-    """
+    """ArcFace (arXiv:1801.07698) with a learned scale, a count of batches and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +129,6 @@ def saved(run: RunParts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("spread", ["ddp", "dp", "dp_in_replica", "fsdp"])
-@pytest.mark.processes
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
 def test_loss_with_parameters_trains_equally_under_every_strategy(

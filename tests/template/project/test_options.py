@@ -1,9 +1,4 @@
-"""Every option of every config group composes and trains one step, and the config.yaml of a run
-reproduces the run.
-
-`train.main` runs in this process; the ranks are forked from a server process that has imported
-torch.
-"""
+"""Every option of every config group trains one step; a saved config reproduces its run."""
 
 from __future__ import annotations
 
@@ -54,9 +49,7 @@ RunCommand = Callable[..., None]
 def run_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> RunCommand:
-    """Return a function that runs `python train.py …`; with `-m`, only the first job that can run
-    on this machine.
-    """
+    """Run `python train.py …`; with `-m`, only its first job that can run here."""
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -87,9 +80,7 @@ def run_command(
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a JPEG and seven PNG files of different sizes for each of two classes, also as a tar
-    per split and as a CSV.
-    """
+    """Write eight images of different sizes per class, also as tars and as a CSV."""
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -133,9 +124,7 @@ OF_MASKS = (("data", "segmentation"), ("data", "shapes"), ("model", "segmenter")
 
 
 def write_targets(folder: Path) -> list[str]:
-    """Write images with masks, and a CSV with a number for each. Return the words that name their
-    classes and split them.
-    """
+    """Write images with masks, and a CSV with numbers; return the words that split them."""
     rows = ["file,label"]
     for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True)
@@ -193,7 +182,6 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("group", "option"), [pytest.param(*row, id="=".join(row)) for row in OPTIONS]
 )
@@ -227,7 +215,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.processes
 def test_run_from_the_saved_config_of_another_run_reproduces_metrics_and_weights(
     run_command: RunCommand, tmp_path: Path
 ) -> None:

@@ -1,6 +1,4 @@
-"""Regression trains equally under all strategies, has exact metrics on any number of ranks, and
-resumes.
-"""
+"""Regression trains equally under all strategies, with exact metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +17,13 @@ from torch.nn import functional
 
 import evaluate as entry
 from scripts import export, predict
-from src.schema import ResolvedParallel, TrainConfig
+from src.schema import TrainConfig
 from src.tasks.regression import Regression
 from tests.template.runs import resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import evaluate
@@ -43,9 +40,7 @@ SMALL = (
     "data.batch_size=12",
     "data.limit_train=null",
     "data.workers=0",
-    "train.epochs=2",
     "parallel.accelerator=cpu",
-    "parallel.threads_per_device=1",
 )
 
 
@@ -104,10 +99,7 @@ def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
     images = torch.randint(0, 256, (23, 1, 2, 2), generator=draw, dtype=torch.uint8)
     targets = torch.randn(23, 3, generator=draw) * 5 + 100
     task = task_of(3, TrainConfig(task="regression", loss="mse"))
-    config = ResolvedParallel(
-        strategy="ddp", devices=ranks.world_size, accelerator="cpu", backend="gloo"
-    )
-    strategy = build_strategy(config, ranks, store)
+    strategy = cpu_strategy("ddp", ranks.world_size, ranks, store)
     group = strategy.group
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1, 0.5, 0.25), channels_last=False)
     loader = EvalLoader(InMemory(images, targets), task, prefetcher, group, batch_size=6, workers=0)
@@ -132,7 +124,6 @@ def measured(ranks: Ranks, store: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=5)
-@pytest.mark.processes
 def test_regression_metrics_match_scikit_learn_on_1_2_and_3_ranks() -> None:
     alone = measured(Ranks(), None)
     for world_size in (2, 3):

@@ -1,6 +1,4 @@
-"""Files generated from src/schema.py: conf/schema.json, which accepts every file of conf/ and finds
-mistakes, and docs/keys.md.
-"""
+"""conf/schema.json and docs/keys.md, which are generated from src/schema.py."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ OPTION_FILES = [path for path in sorted(CONF.rglob("*.yaml")) if path.parent.nam
 
 
 def validator(path: Path) -> Draft7Validator:
-    """Return the validator of a file of conf/: for a whole config if its package is global, else
-    for its group.
-    """
+    """Return the validator of a file of conf/: of a whole config, or of its group."""
     is_whole = path.parent == CONF or "# @package _global_" in path.read_text(encoding="utf-8")
     part = {} if is_whole else {"$ref": f"#/$defs/{path.parent.name}", "$defs": WHOLE["$defs"]}
     return Draft7Validator(WHOLE if is_whole else part)
@@ -36,14 +32,6 @@ def validator(path: Path) -> Draft7Validator:
 @pytest.mark.parametrize("path", sorted(files()))
 def test_schema_json_and_docs_keys_md_equal_files_generated_from_schema_py(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == files()[path], "run make schema"
-
-
-def test_every_config_key_has_one_sentence_of_help() -> None:
-    assert [
-        key
-        for key, _, field in leaves(Config())
-        if not field.metadata.get("help", "").endswith(".")
-    ] == []
 
 
 def test_schema_json_has_help_of_every_key_and_keys_page_lists_every_key() -> None:

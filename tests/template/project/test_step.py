@@ -15,7 +15,6 @@ from src.train.build import build_run
 from tests.template.runs import resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, autocast
 
 
@@ -67,10 +66,9 @@ def test_run_is_refused_when_batch_norm_gets_one_value_per_channel(
     words: tuple[str, ...], is_refused: bool
 ) -> None:
     config = resolved("parallel=single", "parallel.accelerator=cpu", *words)
-    strategy = build_strategy(config.parallel, Ranks(), None)
     with (
         pytest.raises(ValueError, match=r"^data\.batch_size=\d: .*BatchNorm")
         if is_refused
         else nullcontext()
     ):
-        build_run(config, strategy)
+        parts_of(config)

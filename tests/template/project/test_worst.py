@@ -49,7 +49,6 @@ def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
     finished_run: Finished, tmp_path: Path
 ) -> None:
@@ -83,7 +82,6 @@ def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
 
 
 @pytest.mark.slow(seconds=3)
-@pytest.mark.processes
 def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,4 @@
-"""Tests that a checkpoint is written completely or not at all, and that damage is detected on
-reading. A run loads the newest valid checkpoint.
-"""
+"""A checkpoint is written completely or not at all, and damage is detected."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def contents(step: int) -> dict[str, Any]:
 
 
 def step_in(path: Path) -> int:
-    """Read a checkpoint file and return its step. Check that all numbers in the file equal the
-    step.
-    """
+    """Return the step of a checkpoint file, which all its numbers must equal."""
     loaded = checkpoint.load(path)
     step = int(loaded["progress"]["step"])
     assert all(bool((tensor == step).all()) for tensor in loaded["model"].values())
@@ -61,7 +57,6 @@ def _save_forever(folder: Path, first: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_last_checkpoint_loads_and_step_never_decreases_when_20_saves_are_killed(
     tmp_path: Path,
 ) -> None:
@@ -253,7 +248,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
     train: Train, small_disk: Path, strategy: str

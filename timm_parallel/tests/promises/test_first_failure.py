@@ -1,6 +1,4 @@
-"""Tests that an error message shows the first cause of a failure. Later errors of other ranks, or
-of a process that waits for a failed rank, must not replace it.
-"""
+"""An error message shows the first cause of a failure, not the errors that follow."""
 
 from __future__ import annotations
 

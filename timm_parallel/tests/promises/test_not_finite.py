@@ -1,6 +1,4 @@
-"""Tests that a non-finite loss on one rank stops all ranks at the same step, and that non-finite
-weights are never saved.
-"""
+"""A non-finite loss stops all ranks at one step; non-finite weights are never saved."""
 
 from __future__ import annotations
 
@@ -65,7 +63,6 @@ def train(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_non_finite_loss_stops_all_ranks_and_error_names_step_rank_and_images(
     tmp_path: Path, strategy: str
@@ -92,7 +89,6 @@ def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) ->
         assert all(tensor.isfinite().all() for tensor in checkpoint.load(path)["model"].values())
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=2)
 def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
     """The gradient scaler halves its scale until the gradients are finite. The skipped steps do not
@@ -159,7 +155,6 @@ def steps_with_overflow_on_rank_1(
     return steps
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -194,7 +189,6 @@ def overflow_at(ranks: Ranks, store: Any, folder: str, step: int) -> str:
     return str(stopped.value)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("step", [3, 6], ids=["inside", "the epoch's last"])
 @pytest.mark.slow(seconds=3)
 def test_error_names_the_images_of_the_step_when_weights_are_not_finite(

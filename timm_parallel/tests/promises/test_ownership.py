@@ -1,6 +1,4 @@
-"""Tests of the lock of a run folder. The refusal of a second process names the process ID and host
-of the owner. A dead owner does not block the folder.
-"""
+"""Tests of the lock of a run folder."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def _hold(folder: Path, answers: Any) -> None:
 
 
 def _try(folder: Path, answers: Any) -> None:
-    """Try to lock the folder. Put the times in seconds at which this process got and released the
-    lock into the queue, or the error message.
-    """
+    """Try to lock the folder; answer with the times of the lock, or the error."""
     try:
         with lock_folder(folder):
             locked_at = time.monotonic()
@@ -105,9 +101,7 @@ def test_folder_lock_is_granted_while_another_thread_briefly_queries_the_lock(
 
 
 def test_folder_lock_is_refused_when_the_folder_is_not_writable(tmp_path: Path) -> None:
-    """Tests may run as root, who can write everywhere. A folder at the path of the lock file also
-    makes writing the lock file fail.
-    """
+    """Tests may run as root, so a folder at the path of the lock makes writing fail."""
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ValueError, match="cannot be written to"), lock_folder(tmp_path):
         pass

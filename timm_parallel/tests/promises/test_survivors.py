@@ -1,6 +1,4 @@
-"""Tests that a launcher ends all processes that it has started. These include grandchildren outside
-its process group, and processes that ignore SIGTERM.
-"""
+"""A launcher ends all processes that it has started, also grandchildren."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the watchdog. It names the rank that stopped first, not the ranks that wait for this
-rank. It ignores the time that a process spends in a debugger.
-"""
+"""Tests of the watchdog."""
 
 from __future__ import annotations
 
@@ -483,7 +481,6 @@ def _run_own_loop(folder: Path, step_for: float) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_watchdog_ends_a_custom_training_loop_only_when_the_optimizer_stops_stepping(
     tmp_path: Path,

@@ -1,10 +1,9 @@
-"""Tests of damaged images. Depending on data.on_error, the run ends with an error that names the
-file, or every strategy skips and counts the same images.
-"""
+"""Damaged images end the run with their name, or are skipped and counted (data.on_error)."""
 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ from timm_parallel.testing.ranks import in_ranks
 
 
 def image_folder(root: Path) -> Path:
-    """Write 24 training and 10 validation images of two classes, and return the root folder. Four
-    training images and two validation images are truncated.
-    """
+    """Write 24 training and 10 validation images of two classes, of which 6 are truncated."""
     draw = np.random.default_rng(0)
     for split, count in (("train", 12), ("val", 5)):
         for label, name in enumerate(("cat", "dog")):
@@ -45,17 +42,13 @@ def image_folder(root: Path) -> Path:
 
 SETTINGS = (
     "data=folder",
-    "model=tiny",
-    "print_config=false",
     "data.image_size=16",
     "data.batch_size=8",
     "train.epochs=1",
     "train.log_every=1",
     "optim=sgd",
     "optim.lr=0.01",
-    "optim.warmup_epochs=0",
     "parallel.accelerator=cpu",
-    "parallel.threads_per_device=1",
     "data.on_error=skip",
 )
 
@@ -69,7 +62,6 @@ def train(ranks: Ranks, store: Any, root: str, folder: str, overrides: tuple[str
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.processes
 def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and_ddp(
     tmp_path: Path,
 ) -> None:
@@ -90,18 +82,25 @@ def test_data_on_error_skip_counts_unreadable_images_equally_under_single_dp_and
     assert np.allclose(seen["dp"], seen["ddp"], atol=1e-5)
 
 
+class Damaged:
+    """Split of numbered images with labels, in which the given indices raise an error."""
+
+    def __init__(self, size: int, damaged: Iterable[int], error: type[Exception]) -> None:
+        self.size, self.damaged, self.error = size, set(damaged), error
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.damaged:
+            raise self.error(f"image {index}")
+        return torch.full((1, 2, 2), index % 256, dtype=torch.uint8), 10 * index
+
+
 def test_unreadable_image_is_replaced_in_training_and_dropped_in_evaluation(tmp_path: Path) -> None:
-    class Split:
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index in (1, 4, 5):
-                raise UnreadableImageError(f"{index}")
-            return torch.full((1, 2, 2), index, dtype=torch.uint8), 10 * index
-
+    split = Damaged(6, [1, 4, 5], UnreadableImageError)
     training, evaluation = (
-        BatchFetcher(Split(), Targets(), None, 0, "skip", substitutes) for substitutes in (6, 0)
+        BatchFetcher(split, Targets(), None, 0, "skip", substitutes) for substitutes in (6, 0)
     )
     fields, read, unreadable, _ = training.read(IndexBatch(0, np.arange(6)))
     assert fields["target"].tolist() == [0, 20, 20, 30, 0, 0]
@@ -119,47 +118,24 @@ def test_data_on_error_skip_tries_a_skipped_image_again_in_the_next_epoch() -> N
     unavailable.
     """
 
-    class Split:
-        is_available = False
-
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index == 1 and not self.is_available:
-                raise UnreadableImageError(f"{index}")
-            return torch.zeros(1, 2, 2, dtype=torch.uint8), 0
-
-    split = Split()
+    split = Damaged(3, [1], UnreadableImageError)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(1), channels_last=False)
     loader = Loader(
         BatchFetcher(split, Targets(), None, 0, "skip"), EvalSampler(3, 2, 0, 1), prefetcher, 0
     )
     for is_available, read, unreadable in ((False, 2, {1}), (True, 3, set())):
-        split.is_available = is_available
+        split.damaged = set() if is_available else {1}
         assert sum(len(batch) for batch in loader) == read
         assert loader.unreadable == unreadable
 
 
 def test_data_on_error_skip_raises_after_100_unreadable_images_in_a_row() -> None:
-    class Split:
-        def __len__(self) -> int:
-            return 1000
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            raise UnreadableImageError("damaged")
-
+    split = Damaged(1000, range(1000), UnreadableImageError)
     with pytest.raises(ValueError, match=r"data\.on_error=skip: 100 "):
-        BatchFetcher(Split(), Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
+        BatchFetcher(split, Targets(), None, 0, "skip", 1000).read(IndexBatch(0, np.array([7])))
 
 
 def test_data_on_error_skip_does_not_catch_errors_other_than_unreadable_images() -> None:
-    class Split:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            raise ValueError("a fault")
-
-    with pytest.raises(ValueError, match="a fault"):
-        BatchFetcher(Split(), Targets(), None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))
+    split = Damaged(3, range(3), ValueError)
+    with pytest.raises(ValueError, match="image 0"):
+        BatchFetcher(split, Targets(), None, 0, "skip", 3).read(IndexBatch(0, np.array([0])))

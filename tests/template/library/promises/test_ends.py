@@ -1,6 +1,4 @@
-"""Tests that a run which fails, receives a signal or is killed ends promptly, names the cause, and
-leaves no process running.
-"""
+"""Runs that fail, get a signal or are killed end promptly, and leave no process."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ ENDLESS = ("train.epochs=10000", "train.evaluate_every=0", "train.log_every=5")
 
 
 def folder_with_a_corrupt_image_for_rank_1(root: Path) -> Path:
-    """Write 16 training images. Damage the image that rank 1 of 2 reads first, and return the path
-    of this image.
-    """
+    """Write 16 training images, damage the one that rank 1 of 2 reads first, and return it."""
     draw_images(root, "train/cat", "train/dog", count=8, size=32)
     draw_images(root, "val/cat", "val/dog", count=2, size=32)
     files = sorted((root / "train").rglob("*.png"))

@@ -126,9 +126,7 @@ class FaultyRun:
 
 
 def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
-    """Return a copy of the fault whose rank exists in a run of the given strategy and number of
-    devices.
-    """
+    """Return the fault with a rank that a run of this strategy and number of devices has."""
     processes = devices if strategy in WITH_RANKS else 1
     return replace(
         fault, rank="*" if fault.rank == "*" else str(min(int(fault.rank), processes - 1))

@@ -1,6 +1,4 @@
-"""Tests that no config, checkpoint, image or folder can make this project run foreign code. The
-hostile files of these tests would create a marker file if their code ran.
-"""
+"""No config, checkpoint, image or folder can make this project run foreign code."""
 
 from __future__ import annotations
 
@@ -284,9 +282,7 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Put a fake program `gs` first on PATH, and yield the file that it would create. The test
-    fails if the program was started.
-    """
+    """Put a fake program `gs` first on PATH, which must not be started."""
     mark, program = tmp_path / "started", tmp_path / "bin" / "gs"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\ntouch {mark}\n")
@@ -381,9 +377,7 @@ OBJECTS = r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?"
 
 
 def unsafe_calls(source: str) -> list[str]:
-    """Return the calls and imports in a source file that may run code contained in the data that
-    they read.
-    """
+    """Return the calls and imports of a file that may run code in the data that they read."""
     modules = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
     calls = (
         "eval",

@@ -1,14 +1,9 @@
-"""Tests that a failed rank writes its records and exits with its exit code without waiting for
-other ranks.
-"""
+"""A failed rank writes its records and exits without waiting for other ranks."""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.resource_sharer
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -18,17 +13,12 @@ import pytest
 import torch
 
 from src.data.transforms import OnImage
-from src.train.run import run
-from tests.template.runs import ROOT, cpu_loader, resolved
+from tests.template.runs import cpu_loader, run_python
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process_exit import exit_at_once, exit_process
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.record.recorder import Recorder
-from timm_parallel.runtime.run import Training
 from timm_parallel.task import Targets
-from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_processes
 
 # Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time
@@ -55,14 +45,12 @@ def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
     script = (
         FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-c", script)
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> None:
     assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
     assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
@@ -96,20 +84,11 @@ raise RuntimeError("the accident of this test")
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store(
-    tmp_path: Path,
-) -> None:
+def test_exception_in_main_thread_ends_the_thread_that_waits_in_the_torch_store() -> None:
     """If a thread still waited in the torch store at interpreter shutdown, train.py, evaluate.py
     and scripts/predict.py would abort.
     """
-    script = tmp_path / "script.py"
-    script.write_text(IN_THE_STORE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-c", IN_THE_STORE)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "RuntimeError: the accident of this test"
     assert done.stdout == "MainThread\n"
@@ -179,32 +158,3 @@ def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     with pytest.raises(RuntimeError, match=f"DataLoader worker .*{worker.pid}"):
         next(batches)
     loader.close()
-
-
-def test_failed_run_closes_the_metrics_recorder_and_keeps_logged_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the process exited without closing the recorder, TensorBoard's writer thread would lose
-    its queued events.
-    """
-    config = resolved(
-        "parallel=single", "parallel.accelerator=cpu", "train.log_every=1", "train.epochs=1"
-    )
-    closed: list[int] = []
-    close = Recorder.close
-
-    def fails(self: Training) -> None:
-        assert not closed
-        raise RuntimeError("the accident of this test")
-
-    monkeypatch.setattr(Training, "_end_epoch", fails)
-
-    def counted_close(self: Recorder) -> None:
-        close(self)
-        closed.append(1)
-
-    monkeypatch.setattr(Recorder, "close", counted_close)
-    with pytest.raises(RuntimeError, match="accident"):
-        run(config, tmp_path, Ranks(), None)
-    assert closed == [1]
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))

@@ -1,6 +1,4 @@
-"""Tests that a run that is stopped at any step and resumed equals an uninterrupted run. On
-different devices, samples and losses are equal.
-"""
+"""A run that is stopped at any step and resumed equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ pytestmark = pytest.mark.processes
 # Optimizer steps of one epoch and of the whole run.
 EPOCH, STEPS = 6, 18
 SETTINGS = (
-    "print_config=false",
-    # The model `tiny` uses LayerNorm, whose results do not depend on the number of ranks.
-    "model=tiny",
+    # The model `tiny` of `resolved` has LayerNorm, so that results do not depend on the ranks.
     "data.batch_size=24",
     # 150 images are 6 batches of 24. The remaining 6 images are dropped.
     "data.limit_train=150",
@@ -46,7 +42,6 @@ SETTINGS = (
     "train.log_every=4",
     "checkpoint.keep=50",
     "optim.warmup_epochs=0.5",
-    "parallel.threads_per_device=1",
     "parallel.accelerator=cpu",
     "data.augment.scale=[0.5,1]",
     "data.augment.hflip=0.5",
@@ -82,9 +77,7 @@ class StopsAt(nn.Module):
 
 @cache
 def config_of(overrides: tuple[str, ...]) -> ResolvedConfig:
-    """Build the resolved config for some overrides. The result is cached, because composing a
-    config takes as long as the training.
-    """
+    """Build each config once, because composing takes as long as the training."""
     return resolved(*SETTINGS, *overrides)
 
 
@@ -135,9 +128,7 @@ def curves(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that maps (world size, overrides) to the run folder of an uninterrupted
-    run. The function trains each of these runs only once.
-    """
+    """Return a function (world size, overrides) -> run folder of an uninterrupted run."""
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
     def run(world_size: int, overrides: tuple[str, ...]) -> Path:
@@ -275,9 +266,7 @@ def test_resume_under_another_strategy_reads_each_sample_once_and_gives_equal_lo
 def train_with_growing_scale(
     ranks: Ranks, store: Any, folder: str, config: ResolvedConfig, stop_at: int | None
 ) -> None:
-    """Train on all ranks with a gradient scaler that starts at a low scale and doubles it after 4
-    good steps. The default of torch is 2,000 steps.
-    """
+    """Train with a gradient scaler that doubles a low scale after 4 good steps."""
     torch.amp.GradScaler = partial(GradScaler, init_scale=8.0, growth_interval=4)  # type: ignore[misc, assignment]
     train(ranks, store, folder, config, stop_at)
 

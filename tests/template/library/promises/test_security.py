@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -114,9 +112,7 @@ def test_torchinductor_cache_folder_is_private_when_home_is_unknown_or_cannot_be
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """Return the IP addresses on which a process or one of its descendants listens for
-    connections.
-    """
+    """Return the IP addresses on which a process or its descendants listen."""
     return {
         connection.laddr.ip
         for one in [process, *process.children(recursive=True)]
@@ -127,7 +123,6 @@ def listening(process: psutil.Process) -> set[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
     running = train.start(
         "parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1"
@@ -169,7 +164,6 @@ sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1]
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=6)
-@pytest.mark.processes
 def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
     train: Train, tmp_path: Path
 ) -> None:
@@ -181,16 +175,9 @@ def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_faile
     here = tmp_path / "here"
     here.mkdir()
     (here / "json.py").write_text("raise SystemExit('imported from the current folder')")
-    command = [
-        sys.executable,
-        str(tmp_path / "start.py"),
-        str(tmp_path / "started.py"),
-        str(tmp_path / "places"),
-    ]
+    words = (str(tmp_path / name) for name in ("start.py", "started.py", "places"))
     environment = {**train.environment, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python(*words, cwd=here, environment=environment)
     assert done.returncode == 2, done.stderr
     assert (tmp_path / "places").read_text() == "127.0.0.1"
     assert list(train.temporary.iterdir()) == []

@@ -1,6 +1,4 @@
-"""Tests that the results of a sweep or search survive a stop, a kill and a rejected submission to
-Slurm. They also survive a resume on another machine.
-"""
+"""Results of a sweep or search survive a stop, a kill and a refusal of Slurm."""
 
 from __future__ import annotations
 
@@ -100,7 +98,6 @@ def test_sweep_resume_is_refused_when_newer_code_has_written_a_result(tmp_path: 
         reset_unfinished(jobs)
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
     tmp_path: Path,
@@ -124,7 +121,6 @@ def test_finished_sweep_job_does_not_run_again_when_a_killed_sweep_is_resumed(
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.processes
 def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +137,6 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_resu
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.slow(seconds=5)
 def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -154,7 +149,6 @@ def test_sweep_prints_the_resume_override_when_a_signal_arrives_during_the_repor
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=4)
 def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +166,6 @@ def test_sweep_exits_1_with_status_interrupted_when_a_job_was_interrupted(
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "part"), [(signal.SIGKILL, "lack of memory"), (signal.SIGSEGV, "SIGSEGV")]
 )
@@ -207,7 +200,6 @@ def test_finished_sweep_job_stays_done_when_the_fork_server_and_the_job_are_kill
     assert job.status == status
 
 
-@pytest.mark.processes
 @pytest.mark.slow(seconds=6)
 def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +238,6 @@ def page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.processes
 def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +252,6 @@ def test_search_keeps_job_statuses_and_study_db_when_the_report_cannot_be_writte
 
 
 @pytest.mark.slow(seconds=6)
-@pytest.mark.processes
 def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
     tmp_path: Path, page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +274,6 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.nightly
 def test_resumed_search_stops_at_a_reduced_n_trials(tmp_path: Path, page: None) -> None:
     folder = tmp_path / "search"
@@ -375,9 +364,7 @@ def test_slurm_array_task_that_exits_without_a_result_is_listed_as_failed(
 def test_sweep_resume_is_refused_while_the_slurm_array_of_the_sweep_is_in_the_queue(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The resume is refused even if the earlier command was killed before it could save the ID of
-    the array.
-    """
+    """Also if the command was killed before it saved the ID of the array."""
     folder = tmp_path / "sweep"
     on_slurm(folder)
     for job in "012":
@@ -414,48 +401,3 @@ def test_cluster_wait_waits_for_every_slurm_array_task_and_returns_1_when_one_fa
         "a task that Slurm no longer lists must count as failed"
     )
     assert not answers
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_sweep_prints_a_line_per_ended_job_and_a_progress_bar_only_in_terminals(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_terminal: bool,
-) -> None:
-    """The names of the jobs contain brackets, which rich must not read as markup."""
-    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    names = ("data.kwargs.paths=[/a,/b],tags=[bold]", "seed=2", "seed=3")
-    jobs = Jobs(
-        tmp_path, "", [Job(number, name, str(number), []) for number, name in enumerate(names)]
-    )
-    board = Board(jobs)
-    with board.shown():
-        for job in jobs.jobs[:2]:
-            job.status, job.seconds = "done", 2.0
-            board.ended(job)
-    shown = capsys.readouterr().out
-    lines = [line for line in shown.splitlines() if "  2.0 s  " in line]
-    assert len(lines) == 2
-    assert all(
-        line.endswith(f"{n}/3 done  2.0 s  {names[n - 1]}") for n, line in enumerate(lines, 1)
-    )
-    # Only the progress bar shows an estimate of the time left.
-    assert (" s left" in shown) == is_terminal
-
-
-def test_sweep_display_does_not_raise_when_the_reader_of_stdout_has_exited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In `python train.py -m | tee log`, Ctrl-C ends tee at once. The sweep must still record the
-    states of its jobs.
-    """
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        board = Board(Jobs(tmp_path, "", []))
-        board.say("a line without a reader")
-        print("another line")

@@ -116,9 +116,7 @@ class Nodes:
         return [int(pid) for pid in ip("netns", "pids", name).split()]
 
     def gone_after(self, since: float) -> float:
-        """Wait until no process runs on either node. Return the seconds that have passed since the
-        time `since`.
-        """
+        """Wait until no process runs on either node; return the seconds since `since`."""
         while any(self.pids(name) for name in self.names):
             assert time.monotonic() - since < 60, [self.output(index) for index in range(2)]
             time.sleep(0.1)
@@ -181,9 +179,7 @@ class Nodes:
         ]
 
     def ended(self, started: list[subprocess.Popen[str]]) -> list[int]:
-        """Wait until both commands have ended and no process runs on either node. Return the exit
-        codes of the commands.
-        """
+        """Wait until all processes on both nodes have ended, and return the exit codes."""
         codes = [process.wait(timeout=300) for process in started]
         self.gone_after(time.monotonic())
         return codes
@@ -216,9 +212,7 @@ def lines_in(nodes: Nodes) -> int:
 
 
 def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
-    """Train the same run with two ranks on one machine. Return the hash of its weights and its
-    logged losses.
-    """
+    """Train the same run with two ranks on one machine."""
     return numbers_of(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
 
 
@@ -240,9 +234,7 @@ def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
 
 
 def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *parts: str) -> None:
-    """Check that each node prints the difference in one line, which contains both host names, and
-    that no step was trained.
-    """
+    """Check that each node prints the difference with both host names, before any step."""
     assert nodes.ended(started) == [1, 1], "expected the exit code of torchrun"
     for index in range(2):
         lines = [
@@ -383,9 +375,7 @@ def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run
 
 
 class Job:
-    """Simulation of a Kubernetes Job that runs one pod per index, and starts a new pod when one
-    fails.
-    """
+    """Kubernetes Job that runs a pod per index, and starts a new one when one fails."""
 
     def __init__(self, nodes: Nodes, manifest: Path) -> None:
         self.nodes = nodes
