@@ -32,6 +32,7 @@ from tests.template.runs import ROOT, run_warm, task_of
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.runtime.evaluation import Evaluation
+from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import conf, parse
 
 
@@ -46,22 +47,6 @@ def test_links_on_pages_point_to_existing_files_and_headings() -> None:
             on_site = {ROOT / "docs", ROOT / "examples", ROOT / "LICENSE"}
             assert target in PAGES or on_site & {target, *target.parents}, (page, link)
             assert not place or place in anchors(read(target)), (page, link)
-
-
-def test_user_pages_are_linked_from_the_readme_and_developer_pages_from_contributing() -> None:
-    for page in (page for page in PAGES if page.parent != ROOT):
-        index = "README.md" if page.parent.name == "docs" else "CONTRIBUTING.md"
-        assert name_of(page).replace(".zh-CN", "") in read(index), page
-
-
-def test_file_tree_on_architecture_page_names_existing_files_and_all_packages() -> None:
-    tree = read("docs/dev/architecture.md").split("```")[1]
-    packages = [path.parent for path in (ROOT / "src").rglob("*.py")]
-    names = re.findall(r"[\w/]+\.py|conf/|tests/|docs/|src/", tree)
-    assert "schema.py" in names
-    for name in names:
-        assert any((folder / name).exists() for folder in (ROOT, *packages)), name
-    assert all(f"{package.name}/" in tree for package in packages)
 
 
 # Row of the table on docs/security.md -> tests of what it says.

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from scripts import check_data as entry
-from timm_parallel.lab.image_check import CheckedImage, find_problems, show_check, summarize
+from timm_parallel.lab.image_check import CheckedImage, summarize
 
 processes = pytest.mark.processes
 LEAKS, DUPLICATES, LABELS = (
@@ -237,36 +237,3 @@ def test_check_data_reports_no_class_counts_for_regression_targets() -> None:
     assert not report.has_problems
     assert report.classes == {}
     assert ABSENT not in report.measures
-
-
-images_with_few_digests = st.lists(
-    st.builds(
-        CheckedImage,
-        split=st.sampled_from(["train", "val", "test"]),
-        index=st.integers(0, 9),
-        file=st.just("file"),
-        labels=st.sampled_from([(), ("cat",), ("cat", "dog")]),
-        digest=st.sampled_from("abcd"),
-    ),
-    max_size=12,
-    unique_by=lambda image: (image.split, image.index),
-)
-
-
-@given(images_with_few_digests)
-def test_find_problems_groups_equal_images_into_leaks_duplicates_and_label_conflicts(
-    images: list[CheckedImage],
-) -> None:
-    pairs = [(a, b) for n, a in enumerate(images) for b in images[:n] if a.digest == b.digest]
-    expected = {
-        LEAKS: {a.digest for a, b in pairs if a.split != b.split},
-        DUPLICATES: {a.digest for a, b in pairs if a.split == b.split},
-        LABELS: {a.digest for a, b in pairs if a.labels != b.labels},
-    }
-    problems = find_problems(images, {})
-    for kind, digests in expected.items():
-        assert {group[0].digest for group in problems[kind]} == digests
-        for group in problems[kind]:
-            assert group == [image for image in images if image.digest == group[0].digest]
-    assert problems["unreadable"] == []
-    assert problems[GROUPS] == []

@@ -22,7 +22,7 @@ from tests.template.runs import resolved
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
-from timm_parallel.keys import Config
+from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
@@ -100,18 +100,6 @@ def test_train_py_reports_unused_gpus_and_starts_the_run(
     assert run_command(app) == 0
     assert started[0].parallel.devices == USED[count]
     assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
-
-
-def test_core_count_notice_is_omitted_when_ranks_are_started_externally(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Other nodes may have more cores than this one, and srun may let each task see only a part of
-    the cores.
-    """
-    machine_of(monkeypatch, 0)
-    monkeypatch.setattr(hardware, "cores", lambda: 2)
-    config = composed("parallel=ddp")
-    assert notices(config, resolve(config, 8, 4), 8) == []
 
 
 def test_sweep_of_three_jobs_reports_unused_gpus_once(

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from src.schema import OPTIMIZERS_OF_PARTS
 from src.train.run import train
-from tests.template.runs import resolved, start_run
+from tests.template.runs import parts_of, resolved, start_run
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.lockstep import LockstepNetworks
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint, restoring, saving

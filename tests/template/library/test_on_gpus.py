@@ -39,7 +39,6 @@ from timm_parallel.parallel.build import build_strategy, use_deterministic_algor
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.run import Run
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import Learning, Phase

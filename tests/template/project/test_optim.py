@@ -15,7 +15,7 @@ from torch import nn
 
 from src.app import app
 from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
-from src.train.optim import build_learning, build_optimizer, build_schedule, waits_for_scaler
+from src.train.optim import build_learning, build_optimizer, build_schedule
 from tests.template.runs import resolved
 from timm_parallel import Metric, Task
 from timm_parallel.config.timm_names import timm_optimizers

@@ -19,7 +19,7 @@ import evaluate as entry
 from scripts import export, predict
 from src.schema import TrainConfig
 from src.tasks.regression import Regression
-from tests.template.runs import resolved, run_warm, task_of
+from tests.template.runs import cpu_strategy, resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
 from timm_parallel.data.prefetch import DevicePrefetcher

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.train.build import build_run
-from tests.template.runs import resolved, task_of
+from tests.template.runs import parts_of, resolved, task_of
 from timm_parallel.batch import Batch
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, autocast
 
 

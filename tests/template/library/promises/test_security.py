@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, run_python
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
