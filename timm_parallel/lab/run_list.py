@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +78,7 @@ def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
         values = {path: config_value(path, key) for path in folders}
         if folders and all(value is MISSING for value in values.values()):
             raise ValueError(f"where={condition}: no run in {folder} has the key {key}")
-        wanted = _parsed(text)
-        folders = [path for path in folders if values[path] == wanted]
+        folders = [path for path in folders if values[path] == _parsed(text)]
     return sorted(map(_read, folders), key=lambda run: -run.started)
 
 
@@ -114,14 +115,36 @@ def _read(folder: Path) -> ListedRun:
 def config_value(folder: Path, key: str) -> Any:
     """Return the value of a dotted key in config.yaml of a run, or MISSING."""
     try:
-        value = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):
+        text = (folder / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return MISSING
+    # A file of this project has one value per line. Reading it as YAML takes 50 times as long.
+    if found := _line_of(key).search(text):
+        return _parsed(found[1])
+    if f"{key.rpartition('.')[2]}:" not in text:
+        return MISSING
+    try:
+        value = yaml.load(text, SafeLoader)
+    except yaml.YAMLError:
         return MISSING
     for name in key.split("."):
         value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
     return value
 
 
+@cache
+def _line_of(key: str) -> re.Pattern[str]:
+    """Return a pattern for the line of a key with a value, which no indented line continues."""
+    *sections, name = key.split(".")
+    pattern = ""
+    for depth, section in enumerate(sections):
+        deeper = "  " * (depth + 1)
+        pattern += rf"^{'  ' * depth}{re.escape(section)}:\n(?:^{deeper}.*\n)*?"
+    indent = "  " * len(sections)
+    return re.compile(rf"{pattern}^{indent}{re.escape(name)}: (.+)$(?!\n{indent} )", re.MULTILINE)
+
+
+@cache
 def _parsed(text: str) -> Any:
     # YAML reads 1e-3 as a text.
     with suppress(ValueError):

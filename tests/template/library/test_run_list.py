@@ -141,6 +141,6 @@ def test_10000_runs_are_listed_in_less_than_5_seconds_of_processor_time(
         for name in ("config.yaml", "result.json", ".hydra/overrides.yaml"):
             os.link(first / name, folder / name)
     began = time.process_time()
-    rows = listed(capsys, tmp_path, "metric=val/acc")
+    rows = listed(capsys, tmp_path, "metric=val/acc", "where=optim.lr=0.5")
     assert time.process_time() - began < 5
     assert len(rows) == 10_000
