@@ -16,8 +16,10 @@ from scripts.maintain.simulate_verdicts import (
     most_false,
     records,
     row,
+    sweep_row,
 )
 from timm_parallel.lab.analysis.sequential import LEVEL, levels
+from timm_parallel.lab.analysis.statistics import LEVEL as SWEEP_LEVEL
 from timm_parallel.lab.analysis.verdict import BASE, BETTER, HEAD, WORSE, Record, judge
 
 
@@ -56,6 +58,17 @@ def test_more_pairs_after_a_stop_do_not_make_verdicts_false() -> None:
     outcome = decide_all(ROWS["normal"](np.random.default_rng(1), 10_000), persists=True)
     assert float((outcome.words != 0).mean()) <= most_false(10_000)
     assert float(outcome.pairs.mean()) > 11
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("settings", [1, 3, pytest.param(9, marks=pytest.mark.nightly)])
+def test_sweep_that_stops_by_itself_is_rarely_false_and_its_intervals_hold(settings: int) -> None:
+    count = 2000
+    false, seeds, _, found, _, covered = sweep_row(settings, count)
+    assert false <= most_false(count, SWEEP_LEVEL)
+    assert covered >= 1 - most_false(count, SWEEP_LEVEL)
+    assert seeds <= 5.5
+    assert found >= 0.65
 
 
 @pytest.mark.parametrize("limit", [FIRST, 12, 30])

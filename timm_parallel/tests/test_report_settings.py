@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import sem, t
 
 from timm_parallel.lab.analysis.scales import level_scale, proportion_scale
 from timm_parallel.lab.analysis.selection import corrected_values
+from timm_parallel.lab.analysis.sequential import levels
 from timm_parallel.lab.analysis.settings import check_baseline
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
+    LEVEL,
     NOT_SUPPORTED,
     SUPPORTED,
     decide,
@@ -793,3 +796,87 @@ def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seed
         2: ("a", 0.5),
     }
     assert corrected_values(rows[:2], proportion_scale()) == {}
+
+
+def sweep_that_stops(
+    folder: Path, values: dict[str, list[float]], smallest: float | None = None
+) -> Path:
+    """Build the files of a sweep over optim.lr that added repeats until its comparisons were
+    decided. The first learning rate is the baseline.
+    """
+    sweep, baseline = Sweep(folder), f"optim.lr={next(iter(values))}"
+    for rate, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds):
+            keys = {"repeats": "auto", "max_repeats": 12, "smallest": smallest}
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
+            config |= {
+                "seed": seed,
+                "sweep": {**keys, "baseline": baseline},
+            }
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": value})
+    return sweep.write()
+
+
+NOISE = [0.004 * math.sin(2 + 5 * seed) for seed in range(12)]
+
+
+def test_intervals_of_a_sweep_that_stops_by_itself_allow_for_its_stops(tmp_path: Path) -> None:
+    values = {
+        "0.001": [0.7] * 6,
+        "0.003": [0.75 + noise for noise in NOISE[:4]],
+        "0.01": [0.7 + noise for noise in NOISE[:6]],
+    }
+    html, markdown, plain = read(sweep_that_stops(tmp_path / "s", values))
+    assert [contrast["n"] for contrast in plain["contrasts"][:2]] == [4, 6]
+    for contrast, noise in zip(plain["contrasts"], (NOISE[:4], NOISE[:6]), strict=False):
+        level = levels(12, LEVEL / 2)[contrast["n"]]
+        ends = t.interval(1 - level, len(noise) - 1, np.mean(noise), sem(noise))
+        effect = contrast["difference"] - np.mean(noise)
+        assert (contrast["low"], contrast["high"]) == pytest.approx(ends + effect, abs=1e-6)
+        # Neither is known of a comparison that stopped before the largest number of repeats.
+        assert contrast["detectable"] is contrast["blocks_needed"] is None
+    assert [contrast["verdict"] for contrast in plain["contrasts"][:2]] == [
+        SUPPORTED,
+        NOT_SUPPORTED,
+    ]
+    lead = plain["lead"]
+    # No statement on the page rests on a choice among all settings.
+    assert [f["kind"] for f in lead["findings"]] == ["better", "until_decided", "over_seeds"]
+    assert (lead["point"], lead["value"]) == ("optim.lr=0.003", None)
+    for page in (html, markdown):
+        assert "until each comparison with the baseline was decided" in page
+        assert (
+            "group-sequential" in page
+            and "Expect" not in page
+            and "Holm's rule covers all settings" not in page
+        )
+
+
+@pytest.mark.parametrize(
+    ("shift", "smallest", "kind", "equal", "may_be_best"),
+    [
+        (-0.1, None, "baseline_is_best", [], {"optim.lr=0.001"}),
+        (-0.003, None, "best_is_baseline", [], {"optim.lr=0.001", "optim.lr=0.003"}),
+        (0.001, 5.0, "best_mean", ["optim.lr=0.003"], {"optim.lr=0.001", "optim.lr=0.003"}),
+    ],
+)
+def test_sweep_that_stops_by_itself_says_how_its_comparison_ended(
+    tmp_path: Path,
+    shift: float,
+    smallest: float | None,
+    kind: str,
+    equal: list[str],
+    may_be_best: set[str],
+) -> None:
+    values = {"0.001": [0.7] * 4, "0.003": [0.7 + shift + noise for noise in NOISE[:4]]}
+    plain = read(sweep_that_stops(tmp_path / "s", values, smallest))[2]
+    found = findings(plain["lead"])
+    assert kind in found and found["until_decided"]["equal"] == equal
+    settings = plain["settings"][0]["settings"]
+    assert {s["label"] for s in settings if s["may_be_best"]} == may_be_best
+
+
+def test_sweep_that_was_stopped_before_it_decided_names_its_open_settings(tmp_path: Path) -> None:
+    values = {"0.001": [0.7] * 4, "0.003": [0.7, 0.72, 0.7, 0.72]}
+    plain = read(sweep_that_stops(tmp_path / "s", values))[2]
+    assert findings(plain["lead"])["until_decided"]["undecided"] == ["optim.lr=0.003"]

@@ -60,6 +60,8 @@ SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "minutes": (12.5, ("in 12.5 minutes",)),
     "smallest": (0.5, ("0.500",)),
     "is_futile": (True, ("unlikely",)),
+    "equal": (["a=6", "b=7"], ("a=6; b=7",)),
+    "undecided": (["c=8"], ("Not decided yet: c=8",)),
     "bytes": (2.0 * 2**30, ("2,048 MiB",)),
     "before": (3.0 * 2**20, ("3.00 MiB",)),
     "seconds": (31.0, ("31.0 s",)),

@@ -26,7 +26,7 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
+from timm_parallel.lab.analysis.sequential import FIRST, LEVEL, word_of
 from timm_parallel.lab.analysis.verdict import (
     BASE,
     BETTER,
@@ -43,7 +43,6 @@ from timm_parallel.lab.analysis.verdict import (
     Record,
     Verdict,
     judge,
-    word_of,
 )
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.report.sentences import sentences

@@ -34,6 +34,7 @@ Kind = Literal[
     "best_is_baseline",
     "better_without",
     "only_setting",
+    "until_decided",
     "expected",
     "best_of_all",
     "none_worse",

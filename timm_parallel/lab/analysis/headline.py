@@ -23,6 +23,7 @@ from timm_parallel.lab.analysis.findings import (
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
+from timm_parallel.lab.analysis.sequential import EQUAL
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     SMALLEST_DIFFERENCE,
@@ -226,7 +227,7 @@ def _none_better(group: Group) -> Recommendation:
         "baseline": setting_numbers(baseline),
         "repeats": group.unit_of_repeats,
     }
-    known = [c for c in group.contrasts if c.detectable is not None]
+    known = [c for c in group.contrasts if c.low is not None]
     if not known:
         numbers |= {
             "shared": max((contrast.n for contrast in group.contrasts), default=0),
@@ -314,6 +315,9 @@ def _expect(
     `findings`: findings that come before the estimate. `rivals`: True to add the settings that are
     not shown to be worse.
     """
+    if group.stops:
+        # Choosing among all settings is not valid whenever the comparisons stop.
+        return Recommendation(group, (*findings, _until_decided(group)))
     # Leave out settings with lost runs, because chance decided which of their runs have a value.
     settings, blocks = group.complete, {block for _, block, _ in group.rows[group.metric]}
     if chosen not in settings:
@@ -352,6 +356,20 @@ def _expect(
         (*findings, expected, *of_rivals),
         value=value,
         value_interval=interval,
+    )
+
+
+def _until_decided(group: Group) -> Finding:
+    assert group.plan is not None
+    compared = zip(group.of_pairs, group.contrasts, strict=True)
+    equal = [e.a for e, contrast in compared if group.plan.answer(e, contrast) == EQUAL]
+    return finding(
+        "until_decided",
+        repeats=group.unit_of_repeats,
+        equal=equal,
+        smallest=group.plan.smallest,
+        unit=group.scale.unit,
+        undecided=[setting.label for setting in group.undecided],
     )
 
 

@@ -14,7 +14,7 @@ from timm_parallel.lab.analysis.findings import finding, other_baseline
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
-from timm_parallel.lab.analysis.sequential import LEVEL
+from timm_parallel.lab.analysis.sequential import LEVEL, word_of
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_MEASURABLE,
@@ -24,7 +24,7 @@ from timm_parallel.lab.analysis.statistics import (
     Summary,
 )
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
-from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
+from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict
 from timm_parallel.lab.report.formats import (
     effect_text,
     figure,
