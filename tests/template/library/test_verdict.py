@@ -354,7 +354,8 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 metric = settings.get("metric", "val/acc").partition("/")[2]
 config = {"seed": seed, "checkpoint": {"metric": "val/acc"}, "sweep": {"repeats": 4}}
 (folder / "config.yaml").write_text(json.dumps(config))
-val = {metric: settings["accuracy"] + 0.001 * (seed % 7), "samples": 10000}
+swing = settings.get("swing", 0) * (seed % 2)
+val = {metric: settings["accuracy"] + 0.001 * (seed % 7) + swing, "samples": 10000}
 data = {"val": settings.get("images", "digits")}
 facts = {"library": library.NAME, "commit": git.returncode, "cwd": os.getcwd(), "words": sys.argv[1:]}
 kinds = {metric: {"lower_is_better": metric == "loss", "is_proportion": metric != "loss"}}
@@ -670,6 +671,32 @@ def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_jo
     code, values = run(capsys)
     assert code == 2
     assert "head: train.py: data.root=x: no such folder" in values["sentence"]
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.parametrize(("pairs", "is_in_a_pair"), [(FIRST, False), (FIRST + 1, True)])
+def test_verdict_ends_alike_after_a_kill_between_two_pairs_or_in_a_pair(
+    repository: Path, capsys: pytest.CaptureFixture[str], pairs: int, is_in_a_pair: bool
+) -> None:
+    # The difference alternates between 3 points and 1 point, so that 4 pairs do not decide.
+    write_settings(repository, accuracy=0.71, swing=0.02)
+    code, whole = run(capsys, "sweep.repeats=auto")
+    folder = Path(whole["sweep"])
+    jobs = read_jobs(folder)
+    order = [job.name for job in jobs.jobs]
+    assert (code, whole["verdict"]) == (0, BETTER) and len(order) // 2 > FIRST + 1
+    # Write what a killed verdict leaves: its jobs so far, in a pair with one that was running.
+    for job in jobs.jobs[2 * pairs :]:
+        shutil.rmtree(folder / job.folder)
+    jobs.jobs, jobs.status = jobs.jobs[: 2 * pairs + 2 * is_in_a_pair], "running"
+    for job in jobs.jobs[2 * pairs :]:
+        job.reset()
+    if is_in_a_pair:
+        jobs.jobs[-2].status = "running"
+        (folder / jobs.jobs[-2].folder).mkdir()
+    jobs.write()
+    assert run(capsys, f"sweep.resume={folder}") == (code, whole)
+    assert [job.name for job in read_jobs(folder).jobs] == order
 
 
 KILLED = """
