@@ -18,9 +18,14 @@ from scripts.maintain.simulate_verdicts import (
     row,
     sweep_row,
 )
-from timm_parallel.lab.analysis.sequential import LEVEL, levels
+from timm_parallel.lab.analysis.sequential import (
+    BETTER,
+    LEVEL,
+    WORSE,
+    levels,
+)
 from timm_parallel.lab.analysis.statistics import LEVEL as SWEEP_LEVEL
-from timm_parallel.lab.analysis.verdict import BASE, BETTER, HEAD, WORSE, Record, judge
+from timm_parallel.lab.analysis.verdict import BASE, HEAD, Record, judge
 
 
 @pytest.mark.slow(seconds=1)

@@ -26,8 +26,7 @@ from timm_parallel.lab.analysis.statistics import (
     estimate,
     summarize,
 )
-from timm_parallel.lab.report.formats import effect_text, figure
-from timm_parallel.lab.report.sentences import sentence
+from timm_parallel.lab.report.sentences import effect_text, figure, sentence
 
 pytestmark = pytest.mark.portable
 

@@ -26,20 +26,24 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.sequential import FIRST, LEVEL, word_of
+from timm_parallel.lab.analysis.sequential import (
+    BETTER,
+    EQUAL,
+    FIRST,
+    LEVEL,
+    NO_DIFFERENCE,
+    WORSE,
+    word_of,
+)
 from timm_parallel.lab.analysis.verdict import (
     BASE,
-    BETTER,
     CODE,
-    EQUAL,
     FAILED,
     HEAD,
     METRIC,
-    NO_DIFFERENCE,
     REFUSED,
     SPEED,
     UNKNOWN,
-    WORSE,
     Record,
     Verdict,
     judge,
@@ -129,7 +133,7 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
     rows = {row["measure"]: row["verdict"] for row in verdict_table(verdict).rows}
     assert rows == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
     [finding] = verdict.findings
-    assert finding.kind == ("no_difference" if word == NO_DIFFERENCE else "head_is")
+    assert (finding.kind, finding.numbers["word"]) == ("head_is", word)
     assert finding.numbers["contrast"] == verdict.contrasts[METRIC].fields
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
@@ -155,7 +159,7 @@ def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_
     assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
     assert contrast.detectable is not None and 0 < contrast.detectable < 0.05
     [finding] = verdict.findings
-    assert (finding.kind, finding.numbers["is_futile"]) == ("no_difference", False)
+    assert (finding.kind, finding.numbers["is_futile"]) == ("head_is", False)
     assert finding.numbers["contrast"]["detectable"] == contrast.detectable
 
 

@@ -13,11 +13,10 @@ from statistics import median
 
 from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
-from timm_parallel.lab.analysis.groups import Group, with_contrasts
+from timm_parallel.lab.analysis.groups import Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.sequential import (
     BETTER,
-    EQUAL,
     LEVEL,
     NO_DIFFERENCE,
     WORSE,
@@ -28,10 +27,8 @@ from timm_parallel.lab.analysis.statistics import (
     SMALLEST_DIFFERENCE,
     Contrast,
     Estimate,
-    Summary,
     decide,
     estimate,
-    summarize,
 )
 from timm_parallel.record.jobs import UNFINISHED, Job
 
@@ -103,9 +100,8 @@ class Verdict:
     groups: list[Group]
     # True if another pair of runs may decide.
     is_open: bool
-    # Images/s and peak memory in bytes of base and head.
-    speeds: tuple[Summary | None, Summary | None]
-    peaks: tuple[Summary | None, Summary | None]
+    # The finished runs of base and head.
+    versions: tuple[Configuration, Configuration]
 
 
 def judge(
@@ -130,7 +126,10 @@ def judge(
         [estimates[METRIC]] = groups[0].of_pairs
         [contrasts[METRIC]] = groups[0].contrasts
     word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
-    old, new = ([r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD))
+    of_base, of_head = (
+        tuple(run for run in runs if run.comparable and code_of(run) == code)
+        for code in (BASE, HEAD)
+    )
     return Verdict(
         word,
         record,
@@ -139,17 +138,8 @@ def judge(
         contrasts,
         groups,
         is_open,
-        speeds=(_speed(old), _speed(new)),
-        peaks=(_peak(old), _peak(new)),
+        (Configuration(of_base, BASE), Configuration(of_head, HEAD)),
     )
-
-
-def _speed(runs: Sequence[RunRecord]) -> Summary | None:
-    return summarize(run.measure(IMAGES_PER_SEC) for run in runs)
-
-
-def _peak(runs: Sequence[RunRecord]) -> Summary | None:
-    return summarize(max(run.peak_bytes, default=None) for run in runs)
 
 
 def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
@@ -235,21 +225,20 @@ def _answer(
     if contrast is None or contrast.effect is None:
         return NO_DIFFERENCE, (finding("not_measured", measure=record.on),), left > 0
     e = estimates[record.on]
-    numbers = {
-        "metric": IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
-        "contrast": contrast.fields,
-        "level": LEVEL,
-        "minutes": sum(run.number("seconds.total") or 0.0 for run in runs) / 60,
-    }
     word = record.plan.answer(e, contrast)
-    if word == EQUAL:
-        unit = contrast.scale.unit
-        return word, (finding("equal", smallest=record.smallest, unit=unit, **numbers),), False
-    if word != NO_DIFFERENCE:
-        return word, (finding("head_is", word=word, **numbers),), False
-    is_futile = left > 0 and not record.persists and record.plan.is_futile(e, left)
-    numbers |= {"is_futile": is_futile}
-    return word, (finding("no_difference", **numbers),), left > 0 and not is_futile
+    is_open = word == NO_DIFFERENCE and left > 0
+    is_futile = is_open and not record.persists and record.plan.is_futile(e, left)
+    head = finding(
+        "head_is",
+        word=word,
+        metric=IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
+        contrast=contrast.fields,
+        level=LEVEL,
+        minutes=sum(run.number("seconds.total") or 0.0 for run in runs) / 60,
+        smallest=record.smallest,
+        is_futile=is_futile,
+    )
+    return word, (head,), is_open and not is_futile
 
 
 def _lost_alone(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -27,8 +27,7 @@ from timm_parallel.lab.analysis.statistics import (
     Contrast,
 )
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads
-from timm_parallel.lab.report.formats import figure, percent, with_range
-from timm_parallel.lab.report.sentences import sentence
+from timm_parallel.lab.report.sentences import figure, percent, sentence, with_range
 
 # Efficiency that counts as close to linear. The articles call 3.2 × on 4 devices close to linear.
 CLOSE_TO_LINEAR = 0.8
@@ -54,10 +53,6 @@ class ClaimResult:
     runs: tuple[RunRecord, ...] = ()
     number: int = 0
     text: str = ""
-
-    @property
-    def explanation(self) -> str:
-        return "; ".join(filter(None, (self.figure, self.reason)))
 
 
 @dataclass(frozen=True)

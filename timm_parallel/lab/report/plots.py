@@ -1,4 +1,4 @@
-"""Draw the SVG plots of one group of configurations: intervals, curves, speed and memory.
+"""Draw the SVG plots of one group of configurations: intervals, curves and speed.
 
 The colors, by Okabe and Ito, suit color-blind readers, and the marks can be told apart in gray
 print.
@@ -104,8 +104,8 @@ def _plot(
 
 
 def _of_speed(group: Group) -> Iterable[Plot]:
-    """Draw ratios, speed and memory of a group. If there are many configurations, the
-    plots show the fastest ones.
+    """Draw ratios and speed of a group. If there are many configurations, the plots show the
+    fastest ones.
     """
     fastest = sorted(
         group.members,
@@ -118,7 +118,6 @@ def _of_speed(group: Group) -> Iterable[Plot]:
     tables: list[tuple[str, Callable[[Axes, pd.DataFrame], None], pd.DataFrame]] = [
         ("ratios", _paint_ratios, ratios.assign(label=ratios["a"] + " over " + ratios["b"])),
         ("speed", _paint_speeds, runs if scales else runs[:0]),
-        ("memory", _paint_memory, _memory(group)),
     ]
     for name, paint, table in tables:
         picked = table[table[table.columns[0]].isin(shown)].reset_index(drop=True)
@@ -198,32 +197,16 @@ def _ratios(group: Group) -> pd.DataFrame:
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axvline(1, color=QUIET, linewidth=0.8)
     axes.axvspan(1, 1 + frame["of_interest"].iloc[0], color=QUIET, alpha=0.25, linewidth=0)
-    # Cut intervals at the edge of the plot, which is logarithmic, so that 1/2 and 2 are equally far
-    # from 1.
-    end = 4 * max(1, frame["ratio"].max())
-    axes.set_xscale("log")
-    for y, detectable in enumerate(frame["detectable"].clip(upper=end)):
-        axes.plot(
-            [1 / (1 + detectable), 1 + detectable],
-            [y, y],
-            color=QUIET,
-            alpha=0.45,
-            linewidth=6,
-            zorder=1,
-        )
-    cut = frame.assign(
-        middle=frame["ratio"],
-        low=frame["low"].clip(lower=1 / end / end),
-        high=frame["high"].clip(upper=end),
-    )
+    # A logarithmic axis shows 1/2 and 2 equally far from 1. Its ends cut wide intervals.
+    first, last = min(1, frame["ratio"].min()) / 4, 4 * max(1, frame["ratio"].max())
+    cut = frame.assign(middle=frame["ratio"], high=frame["high"].clip(upper=2 * last))
     _paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
+    axes.set(xscale="log", xlabel="ratio of images/s")
     left, right = axes.get_xlim()
-    left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
-    axes.set_xlim(left, right)
-    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
+    axes.set_xlim(max(left, first), min(right, last))
+    ticks = [tick for tick in RATIO_TICKS if max(left, first) <= tick <= min(right, last)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("ratio of images/s")
 
 
 def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
@@ -254,42 +237,6 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlim=(0.8, devices + 0.2), xlabel="devices", ylabel="images/s")
     axes.set_ylim(bottom=0)
-
-
-def _memory(group: Group) -> pd.DataFrame:
-    """Build a table of the peak memory of each device. It is empty on a CPU, where the devices
-    share memory.
-    """
-    rows = []
-    for point in group.members if group.conditions.accelerator != "cpu" else ():
-        for device, peak in enumerate(point.peak_bytes):
-            gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
-            rows.append([point.label, point.strategy, device, *gib])
-    return pd.DataFrame(rows, columns=["point", "strategy", "device", "gib", "low", "high"])
-
-
-def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
-    looks: dict[str, Any] = {
-        "edgecolor": "white",
-        "alpha": 0.85,
-        "error_kw": {"elinewidth": 0.8, "ecolor": QUIET},
-    }
-    for x, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
-        _, color = LOOKS.get(peaks["strategy"].iloc[0], OTHER)
-        width = 0.8 / len(peaks)
-        centers = x - 0.4 + width * (peaks["device"] + 0.5)
-        reach = (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"])
-        bars = axes.bar(centers, peaks["gib"], width, yerr=reach, color=color, **looks)
-        bars.patches[0].set_hatch("///")
-    names = list(frame["point"].unique())
-    is_long = sum(map(len, names)) > 50
-    axes.set_xticks(
-        range(len(names)),
-        [*map(_short, names)],
-        rotation=40 if is_long else 0,
-        ha="right" if is_long else "center",
-    )
-    axes.set_ylabel("peak, GiB per device")
 
 
 def _means(group: Group, settings: list[Configuration], factor: int) -> pd.DataFrame:
