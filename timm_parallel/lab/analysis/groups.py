@@ -169,10 +169,6 @@ class Conditions:
     model_name: str
 
     @property
-    def title(self) -> str:
-        return ", ".join(filter(None, (self.model_name, self.scaling, self.settings)))
-
-    @property
     def scaling(self) -> str:
         batch = "—" if self.batch is None else str(self.batch)
         if self.kind == "weak":

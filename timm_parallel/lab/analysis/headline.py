@@ -151,15 +151,15 @@ def _compare_with_single(
     alone = {"point": point_numbers(point), "speed": asdict(point.speed)}
     if point.label == group.baseline:
         contrasts = map(group.over_baseline, group.members)
-        against = [c for c in contrasts if c and c.ratio is not None]
+        against = [c for c in contrasts if c and c.effect is not None]
         if not against:
             return None, [finding("only_strategy", **alone)]
         # Prefer a configuration on several devices to another one on a single device, because the
         # report must say if more devices pay.
-        second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.ratio or 0))
+        second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.effect or 0))
         return second, [_over_single("no_gain", group, second)]
     contrast = group.over_baseline(point)
-    if contrast is None or contrast.ratio is None:
+    if contrast is None or contrast.effect is None:
         return None, [finding("no_single", **alone)]
     findings = [_over_single("faster_than_single", group, contrast)]
     return contrast, findings + _second_device(group, point)
@@ -176,11 +176,11 @@ def _second_device(group: Group, point: Configuration) -> list[Finding]:
     two devices, or if the gain is unknown.
     """
     of_two = [group.over_baseline(p) for p in group.members if p.devices == 2]
-    known = [contrast for contrast in of_two if contrast and contrast.ratio is not None]
+    known = [contrast for contrast in of_two if contrast and contrast.effect is not None]
     if point.devices == 2 or not known:
         return []
     return [
-        _over_single("second_device", group, max(known, key=lambda contrast: contrast.ratio or 0))
+        _over_single("second_device", group, max(known, key=lambda contrast: contrast.effect or 0))
     ]
 
 

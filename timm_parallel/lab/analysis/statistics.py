@@ -150,10 +150,6 @@ class Contrast:
     scale: Scale = RATIO
 
     @property
-    def ratio(self) -> float | None:
-        return self.effect if self.scale.is_ratio else None
-
-    @property
     def fields(self) -> dict[str, Any]:
         """Return the comparison of two configurations as an entry of report.json. The effect is
         named `ratio` or `difference`.

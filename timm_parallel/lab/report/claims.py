@@ -100,16 +100,6 @@ class Evidence:
             if run.result and run.status != "skipped" and run.devices > 1
         }.issuperset(strategies)
 
-    def finished(self, strategy: str) -> list[RunRecord]:
-        """Return the runs of a strategy on 2 devices or more that have finished and can be
-        compared.
-        """
-        return [
-            run
-            for run in self.runs
-            if run.comparable and run.strategy == strategy and run.devices > 1
-        ]
-
     def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
@@ -129,7 +119,7 @@ class Evidence:
                 if (
                     [a.strategy, b.strategy] == claim["strategies"]
                     and a.devices > 1
-                    and contrast.ratio is not None
+                    and contrast.effect is not None
                 ):
                     comparisons.append(
                         Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict)
@@ -158,10 +148,13 @@ class Evidence:
         number in the statement.
         """
         [strategy] = CLAIMS[number]["strategies"]
-        answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(
-            failed, False
-        )
+        answers = {
+            run: is_true(run)
+            for run in self.runs
+            if run.comparable and run.strategy == strategy and run.devices > 1
+        }
         known = {run: answer for run, answer in answers.items() if answer is not None}
+        known |= dict.fromkeys(failed, False)
         if not known:
             return missing(
                 f"{strategy} on 2 or more devices with these records",
@@ -325,7 +318,7 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
             references.append(
-                f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}"
+                f"{figure(shallow.contrast.effect or 0)} × at depth {_depth(shallow.group)}"
             )
     return evaluate_claim(results, 6, figures=join_short(references))
 

@@ -183,11 +183,6 @@ def _whole(label: str) -> str:
     return textwrap.fill(label, LONGEST_LABEL)
 
 
-def _short(label: str) -> str:
-    """Cut a label to LONGEST_LABEL characters, so that labels leave enough room for the plot."""
-    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
-
-
 def _ratios(group: Group) -> pd.DataFrame:
     columns = ["a", "b", "ratio", "low", "high", "n", "detectable", "verdict"]
     known = [contrast.fields for contrast in group.contrasts if contrast.low is not None]
@@ -299,7 +294,7 @@ def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> Non
         axes.fill_between(
             curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0
         )
-        label = _short(str(setting))
+        label = _whole(str(setting))
         axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.2, label=label)
     axes.set(xlabel="step", ylabel=name, yscale=scale)
     axes.set_xlim(left=0)
