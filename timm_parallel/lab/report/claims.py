@@ -218,25 +218,20 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
     result = evaluate_claim(comparisons, 1)
     if result.verdict != SUPPORTED:
         return result
-    growth = set()
-    for group in e.groups:
-        # For each number of devices, keep only the comparison whose configurations set the fewest
-        # options. `comparisons` are in ascending order of the number of devices.
-        plain = [
-            c.contrast
-            for c in comparisons
-            if c.group is group and c.a is group.at("ddp", c.a.devices)
-        ]
-        if len(plain) > 1:
-            growth.add(_is_below(plain[0], plain[-1]))
+    # For each number of devices, compare only the configuration that sets the fewest options.
+    # `comparisons` are in ascending order of the number of devices.
+    plain = [c for c in comparisons if c.a is c.group.at("ddp", c.a.devices)]
+    growth = {
+        _is_below(of[0].contrast, of[-1].contrast)
+        for group in e.groups
+        if len(of := [c for c in plain if c.group is group]) > 1
+    }
     if NOT_SUPPORTED in growth:
-        return replace(
-            result, verdict=NOT_SUPPORTED, reason="faster, but its lead shrinks with more devices"
-        )
+        shrinks = "faster, but its lead shrinks with more devices"
+        return replace(result, verdict=NOT_SUPPORTED, reason=shrinks)
     if growth != {SUPPORTED}:
-        return replace(
-            result, reason="faster; the figures do not show that its lead grows with the devices"
-        )
+        unknown = "faster; the figures do not show that its lead grows with the devices"
+        return replace(result, reason=unknown)
     return result
 
 
@@ -252,12 +247,15 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 
 
 def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
-    results, efficiencies = [], []
-    for c in e.comparisons(2):
-        if not c.a.needless_threads and same_threads(c.group, c.a):
-            results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
-            share, kind = efficiency(c.group, c.a) or 0, c.group.conditions.kind
-            efficiencies.append(f"{figure(share)} for {c.label}, {kind} scaling")
+    results = [
+        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices))
+        for c in e.comparisons(2)
+        if not c.a.needless_threads and same_threads(c.group, c.a)
+    ]
+    efficiencies = [
+        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.group.conditions.kind} scaling"
+        for c in results
+    ]
     return evaluate_claim(results, 2, limit=CLOSE_TO_LINEAR, figures=join_short(efficiencies))
 
 
@@ -336,13 +334,15 @@ def _depth(group: Group) -> int:
 
 def ddp_hides_communication(e: Evidence) -> ClaimResult:
     """Check the claim that ddp hides a part of its communication time behind the backward pass."""
-    figures = []
-    for group, point in e.points("ddp"):
-        total, exposed = point.measure("communication_ms"), point.measure("exposed_ms")
-        if total and exposed:
-            figures.append(
-                f"{e.label(group, point)}: {with_range(exposed)} of {with_range(total)} ms exposed"
-            )
+    times = [
+        (e.label(group, point), point.measure("exposed_ms"), point.measure("communication_ms"))
+        for group, point in e.points("ddp")
+    ]
+    figures = [
+        f"{label}: {with_range(exposed)} of {with_range(total)} ms exposed"
+        for label, exposed, total in times
+        if exposed and total
+    ]
 
     def is_hidden(run: RunRecord) -> bool | None:
         total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")
