@@ -178,15 +178,15 @@ class SweepConfig:
     repeats: int | str = key(
         "auto",
         ge=1,
-        help="Blocks that run every point once, with new seeds; auto: 1, in a verdict as many as "
-        "it needs.",
+        help="Blocks that run every point once, with new seeds; auto: in a verdict, and in a sweep "
+        "over settings with a baseline, as many as it needs; else 1.",
     )
-    max_repeats: int = key(12, ge=4, le=1000, help="Most repeats of a verdict with repeats=auto.")
+    max_repeats: int = key(12, ge=4, le=1000, help="Most repeats with repeats=auto.")
     smallest: float | None = key(
         None,
         gt=0,
-        help="Largest difference of equal versions in a verdict, in points of a proportion, else "
-        "in percent; null: it does not decide if they are equal.",
+        help="Largest difference of equal versions or settings, with repeats=auto, in points of a "
+        "proportion, else in percent; null: it does not decide if they are equal.",
     )
     smallest_difference: float = key(
         0.03, gt=0, le=1, help="Smallest relative difference that matters, see docs/results.md."

@@ -6,6 +6,9 @@ better or worse, the pairs of runs that these needed, the power if the head is b
 standard deviations of a run, and how often the interval at the stop holds the true difference. The
 default is 10,000 series per row. The series are computed all at once; a test compares them with the
 function that decides (timm_parallel/lab/analysis/verdict.py).
+
+A second table has sweeps that add repeats until the comparisons with the baseline are decided
+(sweep.repeats=auto).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from timm_parallel.lab.analysis.sequential import (
     conditional_power,
     levels,
 )
+from timm_parallel.lab.analysis.statistics import LEVEL as SWEEP_LEVEL
 from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, LOST_ALONE
 
 Array = np.ndarray
@@ -36,6 +40,8 @@ LIMIT = 12
 # True differences between head and base, in standard deviations of a run.
 DIFFERENCES = (1, 2, 3)
 ACCURACY, NOISE = 0.7, 0.01
+# Numbers of settings that a sweep compares with its baseline.
+SETTINGS = (1, 3, 9)
 SAMPLES = 10_000
 
 
@@ -139,10 +145,11 @@ def angle(values: Array) -> Array:
     return np.arcsin(np.sqrt(values))
 
 
-def decide_all(series: Series, persists: bool = False) -> Outcome:
+def decide_all(series: Series, persists: bool = False, level: float = LEVEL) -> Outcome:
     """Decide on many series at once, as `judge` does on one. `persists`: go on to the limit where a
-    verdict stops because it is unlikely to decide.
+    verdict stops because it is unlikely to decide. `level`: chance of a false verdict.
     """
+    boundaries = levels(LIMIT, level)
     count = len(series.base)
     words, ends = np.zeros(count, int), np.zeros(count, int)
     covered = np.ones(count, bool)
@@ -158,9 +165,9 @@ def decide_all(series: Series, persists: bool = False) -> Outcome:
             (lost_head == 0) & (lost_base >= enough)
         )
         n = both.sum(axis=1)
-        level = np.array([levels(LIMIT).get(pairs, 0.0) for pairs in n])
+        of_pairs = np.array([boundaries.get(pairs, 0.0) for pairs in n])
         p, sign = _test(angle(base), angle(head), both, _step(series, run))
-        shown = np.where((n >= FIRST) & (p <= level), sign, 0)
+        shown = np.where((n >= FIRST) & (p <= of_pairs), sign, 0)
         # An accuracy cannot show less than one image.
         shown[np.abs(_moments(base, head, both)[1]) <= 1 / series.samples] = 0
         # A version that lost runs is not better.
@@ -170,11 +177,11 @@ def decide_all(series: Series, persists: bool = False) -> Outcome:
         stops = (word != 0) | (run == LIMIT)
         for end in {*last[n >= FIRST].tolist()} if run < LIMIT and not persists else ():
             few = (last == end) & (n >= FIRST)
-            power = conditional_power(p[few], n[few], end, levels(LIMIT)[end])
+            power = conditional_power(p[few], n[few], end, boundaries[end])
             stops[few] |= power < LEAST_CHANCE
         stops &= running
         words[stops], ends[stops] = word[stops], run
-        covered[stops] = _covers(base, head, both, level, series)[stops]
+        covered[stops] = _covers(base, head, both, of_pairs, series)[stops]
         running &= ~stops
     return Outcome(words, ends, covered)
 
@@ -255,11 +262,42 @@ def row(name: str, make: Make, series: int) -> list[float]:
     return [float((equal.words != 0).mean()), float(equal.pairs.mean()), *power, covered]
 
 
-def most_false(count: int) -> float:
-    """Return the largest share of false verdicts that chance explains: LEVEL plus two standard
+def sweep_row(settings: int, count: int) -> list[float]:
+    """Simulate sweeps of a baseline and other `settings`, of which none differs from it, or one is
+    better by 2 standard deviations of a run. Return (sweeps with anything false, mean seeds of a
+    setting, mean seeds of the baseline) if none differs, then (sweeps that find the better one, its
+    mean seeds), and how often all intervals of a sweep hold.
+    """
+    draw = np.random.default_rng([53, settings])
+    results = []
+    for size in (0, 2):
+        base = ACCURACY + NOISE * draw.standard_normal((count, LIMIT))
+        outcomes = []
+        for number in range(settings):
+            truth = NOISE * size * (number == 0)
+            head = ACCURACY + truth + NOISE * draw.standard_normal((count, LIMIT))
+            series = Series(base, np.minimum(head, 1), truth)
+            outcomes.append(decide_all(series, level=SWEEP_LEVEL / settings))
+        results.append(outcomes)
+    equal, others = results
+    pairs = np.array([outcome.pairs for outcome in equal])
+    false = np.any([outcome.words != 0 for outcome in equal], axis=0)
+    covered = [np.all([outcome.covered for outcome in each], axis=0).mean() for each in results]
+    return [
+        float(false.mean()),
+        float(pairs.mean()),
+        float(pairs.max(axis=0).mean()),
+        float((others[0].words > 0).mean()),
+        float(others[0].pairs.mean()),
+        float(min(covered)),
+    ]
+
+
+def most_false(count: int, level: float = LEVEL) -> float:
+    """Return the largest share of false verdicts that chance explains: `level` plus two standard
     errors. `count`: number of verdicts.
     """
-    return LEVEL + 2 * float(np.sqrt(LEVEL * (1 - LEVEL) / count))
+    return level + 2 * float(np.sqrt(level * (1 - level) / count))
 
 
 def records(series: Series, number: int, pairs: int) -> list[RunRecord]:
@@ -298,6 +336,14 @@ def main(argv: list[str]) -> None:
         false, pairs, *found, covered = row(name, make, series)
         shares = " | ".join(f"{share:.2f}" for share in found)
         print(f"| {name} | {100 * false:.1f} | {pairs:.1f} | {shares} | {100 * covered:.1f} |")
+    print("\n| settings | false, % | seeds | of baseline | 2 sd | its seeds | covered, % |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    for settings in SETTINGS:
+        false, seeds, of_base, found_two, seeds_two, covered = sweep_row(settings, series)
+        print(
+            f"| {settings} | {100 * false:.1f} | {seeds:.1f} | {of_base:.1f} | {found_two:.2f} "
+            f"| {seeds_two:.1f} | {100 * covered:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import sem, t
 
 from timm_parallel.lab.analysis.scales import level_scale, proportion_scale
 from timm_parallel.lab.analysis.selection import corrected_values
+from timm_parallel.lab.analysis.sequential import levels
 from timm_parallel.lab.analysis.settings import check_baseline
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
+    LEVEL,
     NOT_SUPPORTED,
     SUPPORTED,
     decide,
@@ -160,7 +163,7 @@ def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_c
     low, high = lead["value_interval"]
     assert low < lead["value"] < high
     assert (expected["value"], expected["interval"]) == (lead["value"], [low, high])
-    assert expected["settings"] == 3 and "best_of_all" in found
+    assert expected["settings"] == 3 and found["not_worse"]["rivals"] == 0
     for number in (contrast["difference"], contrast["low"], lead["value"], low, high):
         assert f"{100 * number:.1f}" in lead["sentence"]
     assert [setting["may_be_best"] for setting in plain["settings"][0]["settings"]] == [
@@ -515,7 +518,7 @@ def test_report_widens_the_interval_of_a_recommended_setting_when_one_of_the_run
     assert found["better"]["setting"]["lost"] == {"failed": 1}
     assert found["better"]["contrast"]["n"] == lead["contrast"]["n"] == 3
     assert lead["contrast"]["low"] < whole["contrast"]["low"] - 0.05
-    assert "best_of_all" in found and "not_worse" not in found
+    assert found["not_worse"]["rivals"] == 0
 
 
 def test_report_uses_and_notes_another_baseline_when_all_runs_of_the_baseline_failed(
@@ -566,8 +569,8 @@ def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> No
         "python train.py optim.lr=0.001"
     )
     assert (lead["contrast"]["a"], lead["contrast"]["high"] < 0) == ("optim.lr=0.01", True)
-    first = findings(lead)["baseline_is_best"]
-    assert (first["baseline"]["label"], first["settings"]) == ("optim.lr=0.001", 3)
+    first = findings(lead)["better"]
+    assert (first["baseline"]["label"], first["best_of"]) == ("optim.lr=0.001", 3)
     assert first["contrast"] == lead["contrast"]
 
 
@@ -696,10 +699,11 @@ def test_sweep_prints_the_settings_table_the_recommendation_and_the_command_of_i
     assert all(f" {rate} " in output for rate in RATES)
 
 
-def test_report_has_the_settings_table_as_markdown_and_as_latex(tmp_path: Path) -> None:
+def test_report_has_the_settings_table_as_latex(tmp_path: Path) -> None:
     html, markdown, _ = read(sweep_over_rates(tmp_path / "s").write())
+    assert "| 0.003 | 4 | 81.5 % |" in markdown
     for text in (html, markdown):
-        assert r"\begin{tabular}{lrrrrr" in text and "| 0.003 | 4 | 81.5 % |" in text
+        assert r"\begin{tabular}{lrrrrr" in text
         # LaTeX needs a backslash before the percent sign, which would otherwise begin a comment.
         assert r"0.003 & 4 & 81.5 \% & " in text.replace("&amp;", "&")
 
@@ -793,3 +797,87 @@ def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seed
         2: ("a", 0.5),
     }
     assert corrected_values(rows[:2], proportion_scale()) == {}
+
+
+def sweep_that_stops(
+    folder: Path, values: dict[str, list[float]], smallest: float | None = None
+) -> Path:
+    """Build the files of a sweep over optim.lr that added repeats until its comparisons were
+    decided. The first learning rate is the baseline.
+    """
+    sweep, baseline = Sweep(folder), f"optim.lr={next(iter(values))}"
+    for rate, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds):
+            keys = {"repeats": "auto", "max_repeats": 12, "smallest": smallest}
+            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
+            config |= {
+                "seed": seed,
+                "sweep": {**keys, "baseline": baseline},
+            }
+            add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": value})
+    return sweep.write()
+
+
+NOISE = [0.004 * math.sin(2 + 5 * seed) for seed in range(12)]
+
+
+def test_intervals_of_a_sweep_that_stops_by_itself_allow_for_its_stops(tmp_path: Path) -> None:
+    values = {
+        "0.001": [0.7] * 6,
+        "0.003": [0.75 + noise for noise in NOISE[:4]],
+        "0.01": [0.7 + noise for noise in NOISE[:6]],
+    }
+    html, markdown, plain = read(sweep_that_stops(tmp_path / "s", values))
+    assert [contrast["n"] for contrast in plain["contrasts"][:2]] == [4, 6]
+    for contrast, noise in zip(plain["contrasts"], (NOISE[:4], NOISE[:6]), strict=False):
+        level = levels(12, LEVEL / 2)[contrast["n"]]
+        ends = t.interval(1 - level, len(noise) - 1, np.mean(noise), sem(noise))
+        effect = contrast["difference"] - np.mean(noise)
+        assert (contrast["low"], contrast["high"]) == pytest.approx(ends + effect, abs=1e-6)
+        # Neither is known of a comparison that stopped before the largest number of repeats.
+        assert contrast["detectable"] is contrast["blocks_needed"] is None
+    assert [contrast["verdict"] for contrast in plain["contrasts"][:2]] == [
+        SUPPORTED,
+        NOT_SUPPORTED,
+    ]
+    lead = plain["lead"]
+    # No statement on the page rests on a choice among all settings.
+    assert [f["kind"] for f in lead["findings"]] == ["better", "until_decided", "over_seeds"]
+    assert (lead["point"], lead["value"]) == ("optim.lr=0.003", None)
+    for page in (html, markdown):
+        assert "until each comparison with the baseline was decided" in page
+        assert (
+            "group-sequential" in page
+            and "Expect" not in page
+            and "Holm's rule covers all settings" not in page
+        )
+
+
+@pytest.mark.parametrize(
+    ("shift", "smallest", "kind", "equal", "may_be_best"),
+    [
+        (-0.1, None, "better", [], {"optim.lr=0.001"}),
+        (-0.003, None, "best_mean", [], {"optim.lr=0.001", "optim.lr=0.003"}),
+        (0.001, 5.0, "best_mean", ["optim.lr=0.003"], {"optim.lr=0.001", "optim.lr=0.003"}),
+    ],
+)
+def test_sweep_that_stops_by_itself_says_how_its_comparison_ended(
+    tmp_path: Path,
+    shift: float,
+    smallest: float | None,
+    kind: str,
+    equal: list[str],
+    may_be_best: set[str],
+) -> None:
+    values = {"0.001": [0.7] * 4, "0.003": [0.7 + shift + noise for noise in NOISE[:4]]}
+    plain = read(sweep_that_stops(tmp_path / "s", values, smallest))[2]
+    found = findings(plain["lead"])
+    assert kind in found and found["until_decided"]["equal"] == equal
+    settings = plain["settings"][0]["settings"]
+    assert {s["label"] for s in settings if s["may_be_best"]} == may_be_best
+
+
+def test_sweep_that_was_stopped_before_it_decided_names_its_open_settings(tmp_path: Path) -> None:
+    values = {"0.001": [0.7] * 4, "0.003": [0.7, 0.72, 0.7, 0.72]}
+    plain = read(sweep_that_stops(tmp_path / "s", values))[2]
+    assert findings(plain["lead"])["until_decided"]["undecided"] == ["optim.lr=0.003"]

@@ -26,8 +26,7 @@ from timm_parallel.lab.analysis.statistics import (
     estimate,
     summarize,
 )
-from timm_parallel.lab.report.formats import effect_text, figure
-from timm_parallel.lab.report.sentences import sentence
+from timm_parallel.lab.report.sentences import effect_text, figure, sentence
 
 pytestmark = pytest.mark.portable
 
@@ -62,7 +61,7 @@ def test_interval_of_a_speed_ratio_measured_in_repeats_equals_the_paired_t_test(
     assert (result.low, result.high) == pytest.approx(
         (math.exp(expected.low), math.exp(expected.high))
     )
-    assert result.ratio == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
+    assert result.effect == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
 
 
 def test_interval_of_a_speed_ratio_measured_without_repeats_equals_the_unpaired_t_test() -> None:
@@ -115,9 +114,9 @@ def test_speed_ratio_is_supported_when_speeds_vary_fourfold_but_the_ratio_is_sta
 def test_speed_ratio_of_b_to_a_has_the_reciprocal_interval_of_a_to_b(seed: int) -> None:
     rows = noisy({"a": 103, "b": 100, "c": 99}, 3, seed)
     [one], [other] = decide(estimate(rows, [("a", "b")])), decide(estimate(rows, [("b", "a")]))
-    assert one.low and one.high and one.ratio
-    assert (other.low, other.ratio, other.high) == pytest.approx(
-        (1 / one.high, 1 / one.ratio, 1 / one.low)
+    assert one.low and one.high and one.effect
+    assert (other.low, other.effect, other.high) == pytest.approx(
+        (1 / one.high, 1 / one.effect, 1 / one.low)
     )
 
 
@@ -148,7 +147,7 @@ def test_speed_ratio_is_not_supported_when_significant_but_below_the_smallest_di
 def test_speed_ratio_is_inconclusive_when_each_configuration_has_one_measurement() -> None:
     [result] = decide(estimate(table({"a": [190], "b": [100]}), [("a", "b")]))
     assert (result.verdict, result.low, result.detectable) == (INCONCLUSIVE, None, None)
-    assert result.ratio == pytest.approx(1.9)
+    assert result.effect == pytest.approx(1.9)
 
 
 def test_speed_ratio_is_inconclusive_when_its_confidence_interval_overflows() -> None:
@@ -174,7 +173,7 @@ def test_report_formats_a_number_with_three_significant_digits(value: float, tex
 def test_configurations_that_were_never_measured_in_the_same_repeat_have_no_speed_ratio() -> None:
     rows: list[Row] = [("a", 0, 100.0), ("a", 0, 101.0), ("b", 1, 200.0), ("b", 1, 201.0)]
     [result] = decide(estimate(rows, [("a", "b")]))
-    assert (result.verdict, result.ratio) == (NOT_MEASURABLE, None)
+    assert (result.verdict, result.effect) == (NOT_MEASURABLE, None)
 
 
 def test_holm_correction_of_several_comparisons_equals_a_manual_calculation() -> None:
@@ -213,11 +212,11 @@ def test_sweep_with_the_recommended_repeats_reaches_a_verdict_in_60_of_100_simul
     """
     [first] = decide(estimate(noisy({"a": 105, "b": 100, "c": 100}, 4, seed=5), [("a", "b")]))
     needed = first.blocks_needed
-    assert first.verdict == INCONCLUSIVE and needed is not None and first.ratio is not None
+    assert first.verdict == INCONCLUSIVE and needed is not None and first.effect is not None
     result = [
         decide(
             estimate(
-                noisy({"a": 100 * first.ratio, "b": 100, "c": 100}, needed, seed), [("a", "b")]
+                noisy({"a": 100 * first.effect, "b": 100, "c": 100}, needed, seed), [("a", "b")]
             )
         )[0].verdict
         for seed in range(100)

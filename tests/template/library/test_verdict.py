@@ -26,24 +26,27 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
 from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
+from timm_parallel.lab.analysis.sequential import (
+    BETTER,
+    EQUAL,
+    FIRST,
+    LEVEL,
+    NO_DIFFERENCE,
+    WORSE,
+    word_of,
+)
 from timm_parallel.lab.analysis.verdict import (
     BASE,
-    BETTER,
     CODE,
-    EQUAL,
     FAILED,
     HEAD,
     METRIC,
-    NO_DIFFERENCE,
     REFUSED,
     SPEED,
     UNKNOWN,
-    WORSE,
     Record,
     Verdict,
     judge,
-    word_of,
 )
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.report.sentences import sentences
@@ -130,7 +133,7 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
     rows = {row["measure"]: row["verdict"] for row in verdict_table(verdict).rows}
     assert rows == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
     [finding] = verdict.findings
-    assert finding.kind == ("no_difference" if word == NO_DIFFERENCE else "head_is")
+    assert (finding.kind, finding.numbers["word"]) == ("head_is", word)
     assert finding.numbers["contrast"] == verdict.contrasts[METRIC].fields
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
@@ -156,7 +159,7 @@ def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_
     assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
     assert contrast.detectable is not None and 0 < contrast.detectable < 0.05
     [finding] = verdict.findings
-    assert (finding.kind, finding.numbers["is_futile"]) == ("no_difference", False)
+    assert (finding.kind, finding.numbers["is_futile"]) == ("head_is", False)
     assert finding.numbers["contrast"]["detectable"] == contrast.detectable
 
 
@@ -355,7 +358,8 @@ time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 metric = settings.get("metric", "val/acc").partition("/")[2]
 config = {"seed": seed, "checkpoint": {"metric": "val/acc"}, "sweep": {"repeats": 4}}
 (folder / "config.yaml").write_text(json.dumps(config))
-val = {metric: settings["accuracy"] + 0.001 * (seed % 7), "samples": 10000}
+swing = settings.get("swing", 0) * (seed % 2)
+val = {metric: settings["accuracy"] + 0.001 * (seed % 7) + swing, "samples": 10000}
 data = {"val": settings.get("images", "digits")}
 facts = {"library": library.NAME, "commit": git.returncode, "cwd": os.getcwd(), "words": sys.argv[1:]}
 kinds = {metric: {"lower_is_better": metric == "loss", "is_proportion": metric != "loss"}}
@@ -671,6 +675,32 @@ def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_jo
     code, values = run(capsys)
     assert code == 2
     assert "head: train.py: data.root=x: no such folder" in values["sentence"]
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.parametrize(("pairs", "is_in_a_pair"), [(FIRST, False), (FIRST + 1, True)])
+def test_verdict_ends_alike_after_a_kill_between_two_pairs_or_in_a_pair(
+    repository: Path, capsys: pytest.CaptureFixture[str], pairs: int, is_in_a_pair: bool
+) -> None:
+    # The difference alternates between 3 points and 1 point, so that 4 pairs do not decide.
+    write_settings(repository, accuracy=0.71, swing=0.02)
+    code, whole = run(capsys, "sweep.repeats=auto")
+    folder = Path(whole["sweep"])
+    jobs = read_jobs(folder)
+    order = [job.name for job in jobs.jobs]
+    assert (code, whole["verdict"]) == (0, BETTER) and len(order) // 2 > FIRST + 1
+    # Write what a killed verdict leaves: its jobs so far, in a pair with one that was running.
+    for job in jobs.jobs[2 * pairs :]:
+        shutil.rmtree(folder / job.folder)
+    jobs.jobs, jobs.status = jobs.jobs[: 2 * pairs + 2 * is_in_a_pair], "running"
+    for job in jobs.jobs[2 * pairs :]:
+        job.reset()
+    if is_in_a_pair:
+        jobs.jobs[-2].status = "running"
+        (folder / jobs.jobs[-2].folder).mkdir()
+    jobs.write()
+    assert run(capsys, f"sweep.resume={folder}") == (code, whole)
+    assert [job.name for job in read_jobs(folder).jobs] == order
 
 
 KILLED = """

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.scales import RATIO, Scale
-from timm_parallel.lab.analysis.selection import may_be_best
+from timm_parallel.lab.analysis.sequential import FIRST, NO_DIFFERENCE, WORSE, Plan, word_of
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
@@ -169,10 +169,6 @@ class Conditions:
     model_name: str
 
     @property
-    def title(self) -> str:
-        return ", ".join(filter(None, (self.model_name, self.scaling, self.settings)))
-
-    @property
     def scaling(self) -> str:
         batch = "—" if self.batch is None else str(self.batch)
         if self.kind == "weak":
@@ -213,6 +209,8 @@ class Group:
     smallest_difference: float = SMALLEST_DIFFERENCE
     # Chance that any verdict on the measure of the headline result is wrong.
     level: float = LEVEL
+    # Rules by which each comparison with the baseline ends. None if all are tested once, together.
+    plan: Plan | None = None
 
     @property
     def conditions(self) -> Conditions:
@@ -284,16 +282,18 @@ class Group:
         """Return the confidence interval of the mean of a setting with the error rate `level`, or
         None for a single value.
         """
+        values = setting.values.values()
+        if self.plan:
+            level = replace(self.plan, level=level).level_at(len(values))
         # With one image to each side, an interval near 100 % held the truth in 84 % only.
-        return mean_interval(setting.values.values(), self.scale, 2 * self.rounding, level)
+        return mean_interval(values, self.scale, 2 * self.rounding, level) if level else None
 
     @cached_property
     def highest(self) -> str:
         """Label of the setting with the best mean. A setting with lost runs is chosen only if every
         setting has lost runs.
         """
-        estimates = self.estimates(self.metric, self.pairs[self.metric])
-        better = {e.a: e.better for e in estimates if e.difference is not None}
+        better = {e.a: e.better for e in self.of_pairs if e.difference is not None}
         better[self.baseline] = 0.0
         candidates = [s.label for s in self.complete if s.label in better]
         return max(candidates or [self.baseline], key=lambda label: better[label])
@@ -303,11 +303,45 @@ class Group:
         """Labels of the settings that may be the best, because they are not shown to be worse than
         another one.
         """
+        alive = {setting.label for setting in self.alive}
+        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
+        if self.stops:
+            # Only the comparisons with the baseline are valid whenever they stop.
+            worse = {contrast.a for contrast in self.contrasts if word_of(contrast) == WORSE}
+            return alive - worse - beaten
         others = [(self.highest, s.label) for s in self.alive if s.label != self.highest]
+        # Compare each setting with the one that has the best mean, with Bonferroni's correction:
+        # subset selection (Gupta, 1965), which Hsu (1984) bases on multiple comparisons with the
+        # best. The truly best setting is among the rest in 97.5 of 100 cases. The tests are
+        # one-sided at half the level, so that they agree with those against the baseline.
+        level = LEVEL / 2 / max(1, len(others))
+        estimates = self.estimates(self.metric, others)
+        worse = {e.b for e in estimates if e.freedom and e.is_shown_better(level)}
         # Also remove settings that are shown to be worse than a setting with lost runs. Such a
         # setting is never the highest, but it may be better than the baseline.
-        beaten = {contrast.b for contrast in self.contrasts if contrast.verdict == SUPPORTED}
-        return (may_be_best(self.estimates(self.metric, others)) | {self.highest}) - beaten
+        return alive - worse - beaten
+
+    @property
+    def stops(self) -> bool:
+        """True if repeats were added until each comparison with the baseline was decided."""
+        return self.plan is not None and not self.plan.is_fixed
+
+    @property
+    def undecided(self) -> list[Configuration]:
+        """Settings whose comparison with the baseline more repeats may decide."""
+        if self.plan is None or self.missing_baseline:
+            return []
+        plan, runs = self.plan, [run for s in self.members for run in (*s.runs, *s.lost)]
+        left = plan.limit - 1 - max(run.block for run in runs)
+        return [
+            self.named(e.a)
+            for e, contrast in zip(self.of_pairs, self.contrasts, strict=True)
+            if left > 0
+            and plan.answer(e, contrast) == NO_DIFFERENCE
+            and not plan.is_futile(e, left)
+            # A setting that is better, but whose runs diverge, is not recommended.
+            and (e.n < FIRST or contrast.verdict != NOT_MEASURABLE)
+        ]
 
     def best(self, count: int) -> list[Configuration]:
         """Return `count` settings in the order of the sweep: the baseline, and those with the best
@@ -326,8 +360,20 @@ class Group:
         """Estimate the difference of each pair of configurations, with its standard error. The
         estimates allow for any value that a lost run may have had.
         """
-        model = self._models[measure]
-        return [self._bounded(model.compare(a, b), measure) for a, b in pairs]
+        return [self._bounded(self._model(measure, a, b).compare(a, b), measure) for a, b in pairs]
+
+    @property
+    def of_pairs(self) -> list[Estimate]:
+        """Estimates of the compared pairs, for the measure of the headline result."""
+        return self.estimates(self.metric, self.pairs[self.metric])
+
+    def _model(self, measure: str, a: str, b: str) -> Model:
+        if self.plan is None:
+            return self._models[measure]
+        # The boundaries of the plan are those of the paired t test, whose noise is that of the
+        # pair alone.
+        rows = [row for row in self.rows[measure] if row[0] in (a, b)]
+        return Model(rows, self.scale, equal_noise=False, rounding=self.rounding)
 
     @cached_property
     def _models(self) -> dict[str, Model]:
@@ -403,13 +449,19 @@ def with_contrasts(
     key "" stands for the measure of the headline result. By default, only this measure is compared.
     """
     known: list[dict[str, list[Contrast]]] = [{} for _ in groups]
+    # All groups of a page have the same plan.
+    plan = groups[0].plan if groups else None
     for measure, level in (levels or {"": LEVEL}).items():
         names = [measure or group.metric for group in groups]
         asked = zip(groups, names, strict=True)
         estimates = [group.estimates(name, group.pairs[name]) for group, name in asked]
         # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
         # of all pairs.
-        decided = iter(decide([e for of in estimates for e in of], smallest_difference, level))
+        every = [e for of in estimates for e in of]
+        if plan is None:
+            decided = iter(decide(every, smallest_difference, level))
+        else:
+            decided = (_decide_alone(e, plan, smallest_difference) for e in every)
         for place, group in enumerate(groups):
             contrasts = [next(decided) for _ in estimates[place]]
             known[place][names[place]] = [
@@ -418,11 +470,19 @@ def with_contrasts(
                 else contrast
                 for contrast in contrasts
             ]
-    level = (levels or {}).get("", LEVEL)
     return [
-        replace(group, by_measure=by_measure, smallest_difference=smallest_difference, level=level)
+        replace(group, by_measure=by_measure, smallest_difference=smallest_difference)
         for group, by_measure in zip(groups, known, strict=True)
     ]
+
+
+def _decide_alone(e: Estimate, plan: Plan, smallest_difference: float) -> Contrast:
+    """Compare a pair of configurations by the test of its plan."""
+    [contrast] = decide([e], smallest_difference, plan.level_at(e.n))
+    # The difference that could have been shown is known only if no more repeats were possible.
+    if plan.is_fixed or e.n >= plan.limit:
+        return contrast
+    return replace(contrast, detectable=None, blocks_needed=None)
 
 
 def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:

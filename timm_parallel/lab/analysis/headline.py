@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
-from typing import Any
 
 from timm_parallel.keys import TrainConfig
 from timm_parallel.lab.analysis.findings import (
@@ -23,9 +22,9 @@ from timm_parallel.lab.analysis.findings import (
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.selection import choose, corrected_values
+from timm_parallel.lab.analysis.sequential import EQUAL
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
-    SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
 )
@@ -152,15 +151,15 @@ def _compare_with_single(
     alone = {"point": point_numbers(point), "speed": asdict(point.speed)}
     if point.label == group.baseline:
         contrasts = map(group.over_baseline, group.members)
-        against = [c for c in contrasts if c and c.ratio is not None]
+        against = [c for c in contrasts if c and c.effect is not None]
         if not against:
             return None, [finding("only_strategy", **alone)]
         # Prefer a configuration on several devices to another one on a single device, because the
         # report must say if more devices pay.
-        second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.ratio or 0))
+        second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.effect or 0))
         return second, [_over_single("no_gain", group, second)]
     contrast = group.over_baseline(point)
-    if contrast is None or contrast.ratio is None:
+    if contrast is None or contrast.effect is None:
         return None, [finding("no_single", **alone)]
     findings = [_over_single("faster_than_single", group, contrast)]
     return contrast, findings + _second_device(group, point)
@@ -177,11 +176,11 @@ def _second_device(group: Group, point: Configuration) -> list[Finding]:
     two devices, or if the gain is unknown.
     """
     of_two = [group.over_baseline(p) for p in group.members if p.devices == 2]
-    known = [contrast for contrast in of_two if contrast and contrast.ratio is not None]
+    known = [contrast for contrast in of_two if contrast and contrast.effect is not None]
     if point.devices == 2 or not known:
         return []
     return [
-        _over_single("second_device", group, max(known, key=lambda contrast: contrast.ratio or 0))
+        _over_single("second_device", group, max(known, key=lambda contrast: contrast.effect or 0))
     ]
 
 
@@ -199,19 +198,17 @@ def _recommend_better(group: Group) -> Recommendation:
     # none, the baseline itself is shown to be best, so compare it with the next one.
     contrast = _best(group, shown or group.contrasts)
     chosen = group.named(contrast.a) if shown else baseline
-    numbers = {
-        "metric": group.metric,
-        "setting": setting_numbers(group.named(contrast.a)),
-        "baseline": setting_numbers(baseline),
-        "contrast": contrast.fields,
-        "repeats": group.unit_of_repeats,
-    }
-    if shown:
-        first = [finding("better", **numbers)]
-    else:
-        first = [finding("baseline_is_best", **numbers, settings=len(group.alive))]
+    first = finding(
+        "better",
+        metric=group.metric,
+        setting=setting_numbers(group.named(contrast.a)),
+        baseline=setting_numbers(baseline),
+        contrast=contrast.fields,
+        repeats=group.unit_of_repeats,
+        best_of=None if shown else len(group.alive),
+    )
     return replace(
-        _expect(group, chosen, first, rivals=bool(shown)),
+        _expect(group, chosen, [first], rivals=bool(shown)),
         command=command(chosen.runs[0]),
         point=chosen.label,
         contrast=contrast,
@@ -220,22 +217,22 @@ def _recommend_better(group: Group) -> Recommendation:
 
 def _none_better(group: Group) -> Recommendation:
     highest, baseline = group.named(group.highest), group.named(group.baseline)
-    numbers: dict[str, Any] = {
-        "metric": group.metric,
-        "setting": setting_numbers(highest),
-        "baseline": setting_numbers(baseline),
-        "repeats": group.unit_of_repeats,
-    }
-    known = [c for c in group.contrasts if c.detectable is not None]
+    of_highest = group.over_baseline(highest)
+    known = [c for c in group.contrasts if c.low is not None]
     if not known:
-        numbers |= {
-            "shared": max((contrast.n for contrast in group.contrasts), default=0),
-            "most": max(len(setting.values) for setting in group.alive),
-            "value": highest.mean,
-            "unit": group.scale.unit,
-            "lower_is_better": group.scale.lower_is_better,
-        }
-        return Recommendation(group, (finding("too_few_repeats", **numbers),))
+        few = finding(
+            "too_few_repeats",
+            metric=group.metric,
+            setting=setting_numbers(highest),
+            baseline=setting_numbers(baseline),
+            repeats=group.unit_of_repeats,
+            shared=max((contrast.n for contrast in group.contrasts), default=0),
+            most=max(len(setting.values) for setting in group.alive),
+            value=highest.mean,
+            unit=group.scale.unit,
+            lower_is_better=group.scale.lower_is_better,
+        )
+        return Recommendation(group, (few,))
     if all(setting.values == baseline.values for setting in group.alive):
         equal = finding(
             "all_equal",
@@ -244,15 +241,17 @@ def _none_better(group: Group) -> Recommendation:
             repeats=group.unit_of_repeats,
         )
         return replace(_expect(group, highest, []), findings=(equal,))
-    if highest is baseline:
-        # Compare the baseline with the next setting.
-        contrast = _best(group, known)
-        numbers["setting"] = setting_numbers(group.named(contrast.a))
-        best = finding("best_is_baseline", **numbers, contrast=contrast.fields)
-    else:
-        of_highest = group.over_baseline(highest)
-        assert of_highest is not None
-        best = finding("best_mean", **numbers, contrast=of_highest.fields)
+    # If the baseline has the best mean itself, compare it with the next setting.
+    contrast = of_highest or _best(group, known)
+    best = finding(
+        "best_mean",
+        metric=group.metric,
+        setting=setting_numbers(group.named(contrast.a)),
+        baseline=setting_numbers(baseline),
+        repeats=group.unit_of_repeats,
+        contrast=contrast.fields,
+        is_baseline=of_highest is None,
+    )
     return _expect(group, highest, [best, *_better_without_far_runs(group)])
 
 
@@ -314,6 +313,9 @@ def _expect(
     `findings`: findings that come before the estimate. `rivals`: True to add the settings that are
     not shown to be worse.
     """
+    if group.stops:
+        # Choosing among all settings is not valid whenever the comparisons stop.
+        return Recommendation(group, (*findings, _until_decided(group)))
     # Leave out settings with lost runs, because chance decided which of their runs have a value.
     settings, blocks = group.complete, {block for _, block, _ in group.rows[group.metric]}
     if chosen not in settings:
@@ -346,12 +348,26 @@ def _expect(
         count=len(scores),
         repeats=group.unit_of_repeats,
     )
-    of_rivals = _rivals(group, chosen) if rivals else []
+    of_rivals = [_rivals(group, chosen)] if rivals else []
     return Recommendation(
         group,
         (*findings, expected, *of_rivals),
         value=value,
         value_interval=interval,
+    )
+
+
+def _until_decided(group: Group) -> Finding:
+    assert group.plan is not None
+    compared = zip(group.of_pairs, group.contrasts, strict=True)
+    equal = [e.a for e, contrast in compared if group.plan.answer(e, contrast) == EQUAL]
+    return finding(
+        "until_decided",
+        repeats=group.unit_of_repeats,
+        equal=equal,
+        smallest=group.plan.smallest,
+        unit=group.scale.unit,
+        undecided=[setting.label for setting in group.undecided],
     )
 
 
@@ -369,21 +385,21 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
     return (max(low, 0.0), min(high, 1.0)) if group.scale.is_proportion else (low, high)
 
 
-def _rivals(group: Group, named: Configuration) -> list[Finding]:
-    """Return which settings are not shown to be worse than the recommended one."""
+def _rivals(group: Group, named: Configuration) -> Finding:
+    """Build the finding on the settings that are not shown to be worse than the recommended one."""
     rivals = [s for s in group.alive if s.label in group.may_be_best and s is not named]
-    of_named = setting_numbers(named)
-    if not rivals:
-        is_all = len(group.alive) == len(group.members)
-        settings = len(group.alive)
-        return [finding("best_of_all", setting=of_named, settings=settings, is_all=is_all)]
-    if len(rivals) > 1 and len(rivals) + 1 == len(group.alive):
-        return [finding("none_worse", setting=of_named)]
-    sound = [setting_numbers(setting) for setting in rivals if setting.is_sound]
-    return [finding("not_worse", setting=of_named, others=sound)] if sound else []
+    return finding(
+        "not_worse",
+        setting=setting_numbers(named),
+        others=[setting_numbers(setting) for setting in rivals if setting.is_sound],
+        rivals=len(rivals),
+        compared=len(group.alive),
+        settings=len(group.members),
+    )
 
 
 def _notes(group: Group) -> Iterable[Finding]:
+    split = group.metric.partition("/")[0]
     if group.missing_baseline:
         yield other_baseline(group)
     lost = [setting for setting in group.members if setting.lost]
@@ -403,16 +419,9 @@ def _notes(group: Group) -> Iterable[Finding]:
     if any(len(setting.values) > 1 for setting in group.members):
         if group.unit_of_repeats == "fold":
             yield finding("over_folds")
-        elif _is_on_fixed_images(group):
+        # If all runs were evaluated on the same images, the noise comes only from training.
+        elif len({run.result.get(f"data.{split}") for run in group.runs}) == 1:
             yield finding("over_seeds")
-
-
-def _is_on_fixed_images(group: Group) -> bool:
-    """Return True if all runs were evaluated on the same images, so that the noise comes only from
-    training.
-    """
-    key = f"data.{group.metric.partition('/')[0]}"
-    return len({run.result.get(key) for run in group.runs}) == 1
 
 
 def _far_off(group: Group) -> Iterable[tuple[Configuration, RunRecord]]:
@@ -446,10 +455,11 @@ def _recommend_fastest(group: Group) -> Recommendation:
     baseline = group.named(group.baseline)
     shown = [contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED]
     if not shown:
-        smallest = group.runs[0].config.get("sweep.smallest_difference") or SMALLEST_DIFFERENCE
         known = [c.detectable for c in group.contrasts if c.detectable is not None]
         detectable = max(known, default=None)
-        none = finding("none_faster", smallest_difference=float(smallest), detectable=detectable)
+        none = finding(
+            "none_faster", smallest_difference=group.smallest_difference, detectable=detectable
+        )
         return Recommendation(group, (none,))
     contrast = _best(group, shown)
     winner = group.named(contrast.a)

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from timm_parallel.lab.analysis.scales import Scale
 from timm_parallel.lab.analysis.statistics import (
-    LEVEL,
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
-    Estimate,
     Row,
     decide,
     estimate,
@@ -82,17 +80,3 @@ def corrected_values(rows: Sequence[Row], scale: Scale) -> dict[object, tuple[st
         if chosen is not None:
             scores[block] = chosen, here[chosen]
     return scores
-
-
-def may_be_best(estimates: Sequence[Estimate]) -> set[str]:
-    """Return the configurations that may be the best. `estimates`: differences between the
-    configuration with the best mean and each other one.
-
-    Configurations that are shown to be worse are left out, with Bonferroni's correction for their
-    number. This is subset selection (Gupta, 1965), which Hsu (1984) bases on multiple comparisons
-    with the best. The result contains the truly best configuration in 97.5 of 100 cases. The tests
-    are one-sided at half the level, so that they agree with the two-sided tests against the
-    baseline.
-    """
-    worse = {e.b for e in estimates if e.freedom and e.is_shown_better(LEVEL / 2 / len(estimates))}
-    return {name for e in estimates for name in (e.a, e.b)} - worse

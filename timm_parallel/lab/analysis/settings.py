@@ -8,6 +8,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
@@ -18,6 +20,8 @@ from timm_parallel.lab.analysis.groups import (
 from timm_parallel.lab.analysis.labels import join_short, model_name
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
+from timm_parallel.lab.analysis.sequential import Plan
+from timm_parallel.lab.analysis.statistics import LEVEL
 from timm_parallel.machine.text import yaml_text
 
 BLOCKS = ("seed", "data.fold")
@@ -63,7 +67,32 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
         settings = _settings(of_group, keys)
         if any(setting.values for setting in settings):
             groups.append(_group(title, names[0], _scale(names[0], names[3], settings), settings))
+    plan = _plan(known, sum(len(group.members) - 1 for group in groups))
+    groups = [replace(group, plan=plan) for group in groups]
     return sorted(groups, key=lambda group: -len(group.rows[group.metric]))
+
+
+def _plan(runs: Iterable[RunRecord], comparisons: int) -> Plan | None:
+    """Return the rules by which the comparisons of a sweep with sweep.repeats=auto end: each has an
+    equal share of the error rate (Bonferroni). Return None for any other sweep.
+    """
+    for run in runs:
+        if run.block and run.config.get("sweep.repeats") == "auto":
+            limit, smallest = run.config["sweep.max_repeats"], run.config.get("sweep.smallest")
+            return Plan(limit, LEVEL / max(1, comparisons), smallest)
+    return None
+
+
+def can_stop(configs: Iterable[Mapping[str, object]]) -> bool:
+    """Return True if the configurations of a sweep are compared by a metric, and only its repeats
+    vary the seed, so that it may add repeats until the comparisons are decided. `configs`: key ->
+    value of each configuration.
+    """
+    runs = [RunRecord("", Path(), "", config=dict(config)) for config in configs]
+    keys = [key for key in varied(runs) if not key.startswith(NOT_A_SETTING)]
+    repeats = {tuple(run.config.get(key) for key in BLOCKS) for run in runs}
+    is_timed = any(run.is_benchmark for run in runs)
+    return len(repeats) == 1 and not is_timed and _is_about_settings(runs, keys)
 
 
 def _group(title: str, metric: str, scale: Scale, settings: tuple[Configuration, ...]) -> Group:

@@ -120,8 +120,6 @@ class Estimate:
         """Return True if configuration a is shown to be better than b in a one-sided test at
         `level`. The difference must also be at least as large as the measure can show.
         """
-        if self.difference is None:
-            return False
         effect = self.in_units.difference or 0.0
         return self.better > 0 and self.p / 2 <= level and abs(effect) >= self.rounding
 
@@ -148,10 +146,6 @@ class Contrast:
     # if it is unknown.
     blocks_needed: int | None = None
     scale: Scale = RATIO
-
-    @property
-    def ratio(self) -> float | None:
-        return self.effect if self.scale.is_ratio else None
 
     @property
     def fields(self) -> dict[str, Any]:

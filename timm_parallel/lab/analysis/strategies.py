@@ -86,7 +86,9 @@ def _group(conditions: Conditions, runs: list[RunRecord]) -> Group:
     single = simplest(members, "single", 1)
     return Group(
         kind="strategies",
-        title=conditions.title,
+        title=", ".join(
+            filter(None, (conditions.model_name, conditions.scaling, conditions.settings))
+        ),
         members=members,
         baseline=single.label if single else "",
         rows={measure: _rows(members, measure) for measure in LEVELS},
@@ -184,7 +186,9 @@ def efficiency(group: Group, point: Configuration) -> float | None:
     images/s of single. The ideal is 1.
     """
     contrast = group.over_baseline(point)
-    return contrast.ratio / point.devices if contrast and contrast.ratio and point.devices else None
+    return (
+        contrast.effect / point.devices if contrast and contrast.effect and point.devices else None
+    )
 
 
 def same_threads(group: Group, point: Configuration) -> bool:

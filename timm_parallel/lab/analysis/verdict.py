@@ -13,25 +13,22 @@ from statistics import median
 
 from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
-from timm_parallel.lab.analysis.groups import Group, with_contrasts
+from timm_parallel.lab.analysis.groups import Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.sequential import (
-    FIRST,
-    LEAST_CHANCE,
+    BETTER,
     LEVEL,
-    chance_to_decide,
-    levels,
+    NO_DIFFERENCE,
+    WORSE,
+    Plan,
 )
 from timm_parallel.lab.analysis.settings import setting_groups
 from timm_parallel.lab.analysis.statistics import (
-    NOT_MEASURABLE,
     SMALLEST_DIFFERENCE,
     Contrast,
     Estimate,
-    Summary,
     decide,
     estimate,
-    summarize,
 )
 from timm_parallel.record.jobs import UNFINISHED, Job
 
@@ -40,7 +37,6 @@ from timm_parallel.record.jobs import UNFINISHED, Job
 CODE, BASE, HEAD = "code", "base", "head"
 # Measures by which a verdict compares two versions of the code.
 METRIC, SPEED = "metric", "speed"
-BETTER, WORSE, EQUAL, NO_DIFFERENCE = "better", "worse", "equal", "no difference shown"
 FAILED, REFUSED, UNKNOWN = "failed", "refused", "no verdict yet"
 # A version is worse if it alone lost its runs in all repeats, or in the first so many of those in
 # which one version lost a run. If both lose runs equally often, the chance is 2 % or less.
@@ -82,13 +78,9 @@ class Record:
         """
         return round(100 * (1 - (1 - LEVEL) ** self.number))
 
-    def level_at(self, pairs: int) -> float:
-        """Return the error rate of a test after this number of pairs. It is 0 if there are too few
-        for a verdict.
-        """
-        if self.repeats is not None:
-            return LEVEL
-        return levels(self.max_repeats)[pairs] if pairs >= FIRST else 0.0
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.max_repeats, LEVEL, self.smallest, is_fixed=self.repeats is not None)
 
 
 @dataclass(frozen=True)
@@ -108,9 +100,8 @@ class Verdict:
     groups: list[Group]
     # True if another pair of runs may decide.
     is_open: bool
-    # Images/s and peak memory in bytes of base and head.
-    speeds: tuple[Summary | None, Summary | None]
-    peaks: tuple[Summary | None, Summary | None]
+    # The finished runs of base and head.
+    versions: tuple[Configuration, Configuration]
 
 
 def judge(
@@ -119,7 +110,7 @@ def judge(
     """Decide if the runs of head, the changed code, are better than those of base. `smallest`:
     relative difference below which a difference does not matter.
     """
-    groups = setting_groups(runs)
+    groups, plan = setting_groups(runs), record.plan
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
     # both alike.
     timed = [
@@ -128,20 +119,17 @@ def judge(
         if _has_speed(run)
     ]
     estimates = {SPEED: estimate(timed, [(HEAD, BASE)])[0]}
-    contrasts = {
-        SPEED: decide([estimates[SPEED]], smallest, record.level_at(estimates[SPEED].n))[0]
-    }
+    contrasts = {SPEED: decide([estimates[SPEED]], smallest, plan.level_at(estimates[SPEED].n))[0]}
     if groups and groups[0].pairs[groups[0].metric]:
-        [estimates[METRIC]] = groups[0].estimates(
-            groups[0].metric, groups[0].pairs[groups[0].metric]
-        )
-        level = record.level_at(estimates[METRIC].n)
-        groups = [
-            replace(group, level=LEVEL) for group in with_contrasts(groups, smallest, {"": level})
-        ]
-        contrasts[METRIC] = groups[0].contrasts[0]
+        groups = [replace(group, level=LEVEL, plan=plan) for group in groups]
+        groups = with_contrasts(groups, smallest)
+        [estimates[METRIC]] = groups[0].of_pairs
+        [contrasts[METRIC]] = groups[0].contrasts
     word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
-    old, new = ([r for r in runs if r.comparable and code_of(r) == code] for code in (BASE, HEAD))
+    of_base, of_head = (
+        tuple(run for run in runs if run.comparable and code_of(run) == code)
+        for code in (BASE, HEAD)
+    )
     return Verdict(
         word,
         record,
@@ -150,17 +138,8 @@ def judge(
         contrasts,
         groups,
         is_open,
-        speeds=(_speed(old), _speed(new)),
-        peaks=(_peak(old), _peak(new)),
+        (Configuration(of_base, BASE), Configuration(of_head, HEAD)),
     )
-
-
-def _speed(runs: Sequence[RunRecord]) -> Summary | None:
-    return summarize(run.measure(IMAGES_PER_SEC) for run in runs)
-
-
-def _peak(runs: Sequence[RunRecord]) -> Summary | None:
-    return summarize(max(run.peak_bytes, default=None) for run in runs)
 
 
 def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
@@ -246,52 +225,20 @@ def _answer(
     if contrast is None or contrast.effect is None:
         return NO_DIFFERENCE, (finding("not_measured", measure=record.on),), left > 0
     e = estimates[record.on]
-    numbers = {
-        "metric": IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
-        "contrast": contrast.fields,
-        "level": LEVEL,
-        "minutes": sum(run.number("seconds.total") or 0.0 for run in runs) / 60,
-    }
-    word, margin = word_of(contrast), _margin(record, e)
-    if word != NO_DIFFERENCE:
-        return word, (finding("head_is", word=word, **numbers),), False
-    low, high = (end - contrast.scale.none for end in contrast.interval)
-    unit = contrast.scale
-    if margin is not None and -margin <= low and high <= margin:
-        return (
-            EQUAL,
-            (finding("equal", smallest=record.smallest, unit=unit.unit, **numbers),),
-            False,
-        )
-    is_futile = (
-        left > 0
-        and e.n >= FIRST
-        and not record.persists
-        and chance_to_decide(e, record.max_repeats, e.n + left, margin) < LEAST_CHANCE
+    word = record.plan.answer(e, contrast)
+    is_open = word == NO_DIFFERENCE and left > 0
+    is_futile = is_open and not record.persists and record.plan.is_futile(e, left)
+    head = finding(
+        "head_is",
+        word=word,
+        metric=IMAGES_PER_SECOND if record.on == SPEED else groups[0].metric,
+        contrast=contrast.fields,
+        level=LEVEL,
+        minutes=sum(run.number("seconds.total") or 0.0 for run in runs) / 60,
+        smallest=record.smallest,
+        is_futile=is_futile,
     )
-    numbers |= {"is_futile": is_futile}
-    return word, (finding("no_difference", **numbers),), left > 0 and not is_futile
-
-
-def _margin(record: Record, e: Estimate) -> float | None:
-    """Return the largest difference between equal versions: in the unit of the metric, or as a
-    ratio minus 1. None if equality is not tested.
-    """
-    if record.smallest is None:
-        return None
-    is_share = e.scale.is_ratio or e.scale.is_proportion
-    return record.smallest / 100 * (1.0 if is_share else abs(e.in_units.level))
-
-
-def word_of(contrast: Contrast) -> str:
-    """Return better or worse if the confidence interval excludes equality, else no difference
-    shown.
-    """
-    scale = contrast.scale
-    least, most = sorted(scale.sign * (end - scale.none) for end in contrast.interval)
-    if most < 0:
-        return WORSE
-    return BETTER if least > 0 and contrast.verdict != NOT_MEASURABLE else NO_DIFFERENCE
+    return word, (head,), is_open and not is_futile
 
 
 def _lost_alone(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -27,8 +27,7 @@ from timm_parallel.lab.analysis.statistics import (
     Contrast,
 )
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads
-from timm_parallel.lab.report.formats import figure, percent, with_range
-from timm_parallel.lab.report.sentences import sentence
+from timm_parallel.lab.report.sentences import figure, percent, sentence, with_range
 
 # Efficiency that counts as close to linear. The articles call 3.2 × on 4 devices close to linear.
 CLOSE_TO_LINEAR = 0.8
@@ -54,10 +53,6 @@ class ClaimResult:
     runs: tuple[RunRecord, ...] = ()
     number: int = 0
     text: str = ""
-
-    @property
-    def explanation(self) -> str:
-        return "; ".join(filter(None, (self.figure, self.reason)))
 
 
 @dataclass(frozen=True)
@@ -105,16 +100,6 @@ class Evidence:
             if run.result and run.status != "skipped" and run.devices > 1
         }.issuperset(strategies)
 
-    def finished(self, strategy: str) -> list[RunRecord]:
-        """Return the runs of a strategy on 2 devices or more that have finished and can be
-        compared.
-        """
-        return [
-            run
-            for run in self.runs
-            if run.comparable and run.strategy == strategy and run.devices > 1
-        ]
-
     def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
@@ -134,7 +119,7 @@ class Evidence:
                 if (
                     [a.strategy, b.strategy] == claim["strategies"]
                     and a.devices > 1
-                    and contrast.ratio is not None
+                    and contrast.effect is not None
                 ):
                     comparisons.append(
                         Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict)
@@ -163,10 +148,13 @@ class Evidence:
         number in the statement.
         """
         [strategy] = CLAIMS[number]["strategies"]
-        answers = {run: is_true(run) for run in self.finished(strategy)} | dict.fromkeys(
-            failed, False
-        )
+        answers = {
+            run: is_true(run)
+            for run in self.runs
+            if run.comparable and run.strategy == strategy and run.devices > 1
+        }
         known = {run: answer for run, answer in answers.items() if answer is not None}
+        known |= dict.fromkeys(failed, False)
         if not known:
             return missing(
                 f"{strategy} on 2 or more devices with these records",
@@ -230,25 +218,20 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
     result = evaluate_claim(comparisons, 1)
     if result.verdict != SUPPORTED:
         return result
-    growth = set()
-    for group in e.groups:
-        # For each number of devices, keep only the comparison whose configurations set the fewest
-        # options. `comparisons` are in ascending order of the number of devices.
-        plain = [
-            c.contrast
-            for c in comparisons
-            if c.group is group and c.a is group.at("ddp", c.a.devices)
-        ]
-        if len(plain) > 1:
-            growth.add(_is_below(plain[0], plain[-1]))
+    # For each number of devices, compare only the configuration that sets the fewest options.
+    # `comparisons` are in ascending order of the number of devices.
+    plain = [c for c in comparisons if c.a is c.group.at("ddp", c.a.devices)]
+    growth = {
+        _is_below(of[0].contrast, of[-1].contrast)
+        for group in e.groups
+        if len(of := [c for c in plain if c.group is group]) > 1
+    }
     if NOT_SUPPORTED in growth:
-        return replace(
-            result, verdict=NOT_SUPPORTED, reason="faster, but its lead shrinks with more devices"
-        )
+        shrinks = "faster, but its lead shrinks with more devices"
+        return replace(result, verdict=NOT_SUPPORTED, reason=shrinks)
     if growth != {SUPPORTED}:
-        return replace(
-            result, reason="faster; the figures do not show that its lead grows with the devices"
-        )
+        unknown = "faster; the figures do not show that its lead grows with the devices"
+        return replace(result, reason=unknown)
     return result
 
 
@@ -264,12 +247,15 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 
 
 def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
-    results, efficiencies = [], []
-    for c in e.comparisons(2):
-        if not c.a.needless_threads and same_threads(c.group, c.a):
-            results.append(replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices)))
-            share, kind = efficiency(c.group, c.a) or 0, c.group.conditions.kind
-            efficiencies.append(f"{figure(share)} for {c.label}, {kind} scaling")
+    results = [
+        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices))
+        for c in e.comparisons(2)
+        if not c.a.needless_threads and same_threads(c.group, c.a)
+    ]
+    efficiencies = [
+        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.group.conditions.kind} scaling"
+        for c in results
+    ]
     return evaluate_claim(results, 2, limit=CLOSE_TO_LINEAR, figures=join_short(efficiencies))
 
 
@@ -330,7 +316,7 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
             references.append(
-                f"{figure(shallow.contrast.ratio or 0)} × at depth {_depth(shallow.group)}"
+                f"{figure(shallow.contrast.effect or 0)} × at depth {_depth(shallow.group)}"
             )
     return evaluate_claim(results, 6, figures=join_short(references))
 
@@ -348,13 +334,15 @@ def _depth(group: Group) -> int:
 
 def ddp_hides_communication(e: Evidence) -> ClaimResult:
     """Check the claim that ddp hides a part of its communication time behind the backward pass."""
-    figures = []
-    for group, point in e.points("ddp"):
-        total, exposed = point.measure("communication_ms"), point.measure("exposed_ms")
-        if total and exposed:
-            figures.append(
-                f"{e.label(group, point)}: {with_range(exposed)} of {with_range(total)} ms exposed"
-            )
+    times = [
+        (e.label(group, point), point.measure("exposed_ms"), point.measure("communication_ms"))
+        for group, point in e.points("ddp")
+    ]
+    figures = [
+        f"{label}: {with_range(exposed)} of {with_range(total)} ms exposed"
+        for label, exposed, total in times
+        if exposed and total
+    ]
 
     def is_hidden(run: RunRecord) -> bool | None:
         total, exposed = run.measure("communication_ms"), run.measure("exposed_ms")

@@ -104,8 +104,8 @@ def _plot(
 
 
 def _of_speed(group: Group) -> Iterable[Plot]:
-    """Draw ratios, speed and memory of a group. If there are many configurations, the
-    plots show the fastest ones.
+    """Draw ratios, speed and memory of a group. If there are many configurations, the plots show
+    the fastest ones.
     """
     fastest = sorted(
         group.members,
@@ -198,32 +198,16 @@ def _ratios(group: Group) -> pd.DataFrame:
 def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.axvline(1, color=QUIET, linewidth=0.8)
     axes.axvspan(1, 1 + frame["of_interest"].iloc[0], color=QUIET, alpha=0.25, linewidth=0)
-    # Cut intervals at the edge of the plot, which is logarithmic, so that 1/2 and 2 are equally far
-    # from 1.
-    end = 4 * max(1, frame["ratio"].max())
-    axes.set_xscale("log")
-    for y, detectable in enumerate(frame["detectable"].clip(upper=end)):
-        axes.plot(
-            [1 / (1 + detectable), 1 + detectable],
-            [y, y],
-            color=QUIET,
-            alpha=0.45,
-            linewidth=6,
-            zorder=1,
-        )
-    cut = frame.assign(
-        middle=frame["ratio"],
-        low=frame["low"].clip(lower=1 / end / end),
-        high=frame["high"].clip(upper=end),
-    )
+    # A logarithmic axis shows 1/2 and 2 equally far from 1. Its ends cut wide intervals.
+    first, last = min(1, frame["ratio"].min()) / 4, 4 * max(1, frame["ratio"].max())
+    cut = frame.assign(middle=frame["ratio"], high=frame["high"].clip(upper=2 * last))
     _paint_intervals(axes, cut, lambda label: LOOKS.get(label.split(" ")[0], OTHER))
+    axes.set(xscale="log", xlabel="ratio of images/s")
     left, right = axes.get_xlim()
-    left, right = max(left, min(frame["ratio"].min(), 1) / 4), min(right, end)
-    axes.set_xlim(left, right)
-    ticks = [tick for tick in RATIO_TICKS if left <= tick <= right]
+    axes.set_xlim(max(left, first), min(right, last))
+    ticks = [tick for tick in RATIO_TICKS if max(left, first) <= tick <= min(right, last)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("ratio of images/s")
 
 
 def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
@@ -352,7 +336,7 @@ def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> Non
         axes.fill_between(
             curve["step"], curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0
         )
-        label = _short(str(setting))
+        label = _whole(str(setting))
         axes.plot(curve["step"], curve["mean"], dash, color=color, linewidth=1.2, label=label)
     axes.set(xlabel="step", ylabel=name, yscale=scale)
     axes.set_xlim(left=0)

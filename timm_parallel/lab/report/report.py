@@ -26,17 +26,14 @@ from timm_parallel.lab.analysis.verdict import judge
 from timm_parallel.lab.report import plots, tables
 from timm_parallel.lab.report.claims import Evidence, evaluate_claims
 from timm_parallel.lab.report.collect import collect, read_record
-from timm_parallel.lab.report.contents import Report
-from timm_parallel.lab.report.formats import percent
-from timm_parallel.lab.report.records import plain, relative, row
-from timm_parallel.lab.report.sentences import sentence, sentences
+from timm_parallel.lab.report.contents import Report, plain, relative, row
+from timm_parallel.lab.report.sentences import percent, sentence, sentences
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.record.jobs import read_jobs
 
 # Limits that keep report.html below 2 MB. The files report.csv and report.json always contain
 # everything.
 MOST_GROUPS_PLOTTED = 10
-MOST_PLOT_BYTES = 1_000_000
 MOST_GROUPS_SHOWN = 30
 # Folder of the plots, next to report.html.
 PLOTS = "report_plots"
@@ -152,15 +149,9 @@ def _draw(report: Report, folder: Path) -> Drawn:
     # On a page about settings, skip speed plots of groups with one configuration. The table shows
     # their speed.
     of_speed = [group for group in report.groups if not report.settings or len(group.members) > 1]
-    drawn: Drawn = {}
-    size = 0
     groups: list[Group] = [*report.settings, *of_speed]
-    for number, group in enumerate(groups[:MOST_GROUPS_PLOTTED], start=1):
-        of_group = plots.draw(group)
-        size += sum(len(plot.svg) for plot in of_group)
-        if size > MOST_PLOT_BYTES:
-            break
-        drawn[group] = of_group
+    drawn = {group: plots.draw(group) for group in groups[:MOST_GROUPS_PLOTTED]}
+    for number, of_group in enumerate(drawn.values(), start=1):
         for plot in of_group:
             write_text(folder / f"{number}_{plot.name}.svg", plot.svg + "\n")
             write_text(

@@ -11,10 +11,11 @@ from textwrap import shorten
 import pandas as pd
 
 from timm_parallel.lab.analysis.findings import finding, other_baseline
+from timm_parallel.lab.analysis.groups import SPEED as IMAGES
 from timm_parallel.lab.analysis.groups import Configuration, Group, values
 from timm_parallel.lab.analysis.labels import DASH, join_short
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
-from timm_parallel.lab.analysis.sequential import LEVEL
+from timm_parallel.lab.analysis.sequential import LEVEL, word_of
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     NOT_MEASURABLE,
@@ -22,20 +23,21 @@ from timm_parallel.lab.analysis.statistics import (
     SUPPORTED,
     Contrast,
     Summary,
+    summarize,
 )
 from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
-from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict, word_of
-from timm_parallel.lab.report.formats import (
+from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict
+from timm_parallel.lab.report.sentences import (
     effect_text,
     figure,
     level_text,
     percent,
     points,
+    sentence,
     size_text,
     value_text,
     with_range,
 )
-from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
@@ -211,17 +213,11 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
     }
 
 
-def for_article(table: Table, kind: str) -> str:
-    """Format a table as Markdown or as LaTeX with booktabs, without verdicts and links. `kind`:
-    markdown or latex.
+def for_article(table: Table) -> str:
+    """Format a table as LaTeX with booktabs, without verdicts and links. The file report.md has it
+    as Markdown.
     """
     frame = pd.DataFrame(table.rows).drop(columns=[VERDICT, DETECTABLE], errors="ignore")
-    if kind == "markdown":
-        rule = ["---" if name in table.text_columns else "---:" for name in frame]
-        lines = [list(frame), rule, *frame.to_numpy().tolist()]
-        return "\n".join(
-            f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines
-        )
     align = "".join("l" if name in table.text_columns else "r" for name in frame)
     latex = frame.to_latex(index=False, escape=True, column_format=align).rstrip()
     # Replace characters that older versions of LaTeX know only with a package.
@@ -258,9 +254,12 @@ def verdict_table(verdict: Verdict) -> Table:
         means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
         base, head = (value_text(mean, group.scale.unit) for mean in means)
         rows.append({"measure": group.metric, BASE: base, HEAD: head, **_compared(of_metric)})
-    base, head = map(_summary, verdict.speeds)
+    base, head = (_summary(version.measure(IMAGES)) for version in verdict.versions)
     rows.append({"measure": IMAGES_PER_SECOND, BASE: base, HEAD: head, **_compared(of_speed)})
-    old, new = verdict.peaks
+    old, new = (
+        summarize(max(run.peak_bytes, default=None) for run in version.runs)
+        for version in verdict.versions
+    )
     ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
     base, head = _median(old, 2**-20), _median(new, 2**-20)
     memory = {"measure": "memory, MiB", BASE: base, HEAD: head, DIFFERENCE: ratio, "verdict": DASH}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from timm_parallel.keys import DataConfig, ResolvedConfig, SweepConfig
+from timm_parallel.lab.sweep.blocks import count_repeats
 from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.lab.sweep.points import Point, names_of
 from timm_parallel.machine.text import plural
@@ -50,12 +51,12 @@ def count_runs(points: list[Point], settings: SweepConfig) -> str:
     machine do not count.
     """
     can_run = sum(not point.reason for point in points)
-    if settings.num_repeats == 1 or not can_run:
+    repeats = sorted({*count_repeats(points, settings)})
+    if repeats == [1] or not can_run:
         return plural(can_run, "run")
-    configurations = plural(can_run, "configuration")
-    return (
-        f"{can_run * settings.num_repeats} runs ({configurations} × {settings.num_repeats} repeats)"
-    )
+    runs = " to ".join(str(can_run * count) for count in repeats)
+    of_each = " to ".join(map(str, repeats))
+    return f"{runs} runs ({plural(can_run, 'configuration')} × {of_each} repeats)"
 
 
 def _derived(point: Point, size: int | None) -> tuple[str, ...]:

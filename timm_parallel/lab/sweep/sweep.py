@@ -15,7 +15,7 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.devices import jobs_at_a_time
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config
 from timm_parallel.lab.jobs.local_job import sync_from_result
-from timm_parallel.lab.sweep.blocks import check_blocks, freeze_jobs
+from timm_parallel.lab.sweep.blocks import append_block, check_blocks, freeze_jobs
 from timm_parallel.lab.sweep.board import show_headline
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
@@ -99,6 +99,8 @@ class Sweep(Runner):
         """
         super().__init__(jobs, max_jobs)
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
+        # Only a sweep that adds repeats until its comparisons are decided has several with `auto`.
+        self._adds_repeats = config.sweep.repeats == "auto" and jobs.num_blocks > 1
         # Import nothing early for a sweep that measures speed, because an import would slow down
         # the start of a job.
         self.needed_at_end = (
@@ -106,7 +108,26 @@ class Sweep(Runner):
         )
 
     def waiting(self) -> list[Job]:
+        if self._adds_repeats and self.jobs.have_ended:
+            append_block(self.jobs, self._undecided())
+            self.jobs.write()
         return [job for job in self.jobs.jobs if job.status == "waiting"]
+
+    def _undecided(self) -> set[int | None]:
+        """Return the numbers of the configurations that need another repeat, and of their
+        baseline.
+        """
+        from timm_parallel.lab.report.collect import collect
+        from timm_parallel.lab.report.report import compare
+
+        settings = [
+            setting
+            for group in compare(collect([self.jobs.folder]), [self.jobs.folder]).settings
+            if group.undecided
+            for setting in (group.named(group.baseline), *group.undecided)
+        ]
+        ids = {run.position for s in settings for run in (*s.runs, *s.lost)}
+        return {job.configuration for job in self.jobs.jobs if job.id in ids}
 
     def _close(self) -> int:
         from timm_parallel.lab.report.report import write_report

@@ -17,16 +17,19 @@ from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import Config
 from timm_parallel.lab.analysis.findings import Finding, finding
-from timm_parallel.lab.analysis.sequential import FIRST, LEVEL
+from timm_parallel.lab.analysis.sequential import (
+    BETTER,
+    EQUAL,
+    FIRST,
+    LEVEL,
+    NO_DIFFERENCE,
+    WORSE,
+)
 from timm_parallel.lab.analysis.verdict import (
     BASE,
-    BETTER,
     CODE,
-    EQUAL,
     HEAD,
-    NO_DIFFERENCE,
     REFUSED,
-    WORSE,
     Record,
     Verdict,
     code_of,

@@ -1,0 +1,372 @@
+"""Tests of sweeps with repeats, which are randomized complete block designs. Each repeat runs every
+configuration once, in random order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from timm_parallel.app import root
+from timm_parallel.config.compose import load_config
+from timm_parallel.keys import SweepConfig
+from timm_parallel.lab.analysis.sequential import FIRST
+from timm_parallel.lab.analysis.settings import can_stop
+from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.report.collect import collect
+from timm_parallel.lab.report.report import compare
+from timm_parallel.lab.sweep.blocks import append_block, check_blocks, count_repeats, freeze_jobs
+from timm_parallel.lab.sweep.dry_run import count_runs
+from timm_parallel.lab.sweep.points import Point, expand
+from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
+from timm_parallel.launch.resume import compose_run
+from timm_parallel.patches import hydra_parser
+from timm_parallel.record.jobs import Job, Jobs, read_jobs
+from timm_parallel.record.result import Result
+
+SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
+
+
+def points(*overrides: str) -> list[Point]:
+    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+
+
+@pytest.fixture(scope="module")
+def five() -> list[Point]:
+    """Compose a sweep on two cores with six configurations. Five of them can run, but
+    parallel=single cannot use two devices.
+    """
+    return points("parallel=ddp,dp,single", "parallel.devices=2,1", "seed=7")
+
+
+def blocks_of(jobs: Jobs) -> list[list[Job]]:
+    """Return a list with the jobs of each repeat, in the order in which the jobs run."""
+    return [[job for job in jobs.jobs if job.block == number] for number in range(jobs.num_blocks)]
+
+
+def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
+    folder.mkdir(exist_ok=True)
+    freeze_jobs(folder, points, SweepConfig(repeats=repeats))
+    return read_jobs(folder)
+
+
+@pytest.mark.slow(seconds=1)
+def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
+    tmp_path: Path, five: list[Point]
+) -> None:
+    jobs = frozen(tmp_path, five)
+    ran = [job for job in jobs.jobs if job.status != "skipped"]
+    assert [job.id for job in jobs.jobs] == list(range(len(jobs.jobs)))
+    assert [job.block for job in ran] == [*[0] * 5, *[1] * 5, *[2] * 5, *[3] * 5]
+    for block in blocks_of(jobs):
+        runnable = [tuple(job.overrides) for job in block if job.status != "skipped"]
+        assert sorted(runnable) == sorted(
+            tuple(point.overrides) for point in five if not point.reason
+        )
+    assert sum(job.status == "skipped" for job in jobs.jobs) == 1, (
+        "the impossible configuration must be skipped once, not in each block"
+    )
+
+
+@pytest.mark.slow(seconds=3)
+def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
+    tmp_path: Path, five: list[Point]
+) -> None:
+    drawn = [frozen(tmp_path / str(number), five) for number in range(2)]
+    orders = [
+        [[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)]
+        for jobs in drawn
+    ]
+    assert drawn[0].order_seed != drawn[1].order_seed
+    assert orders[0] != orders[1]
+    assert len({tuple(order) for order in orders[0]}) > 1
+    assert (
+        json.loads((tmp_path / "0" / "jobs.json").read_text())["order_seed"] == drawn[0].order_seed
+    )
+    (tmp_path / "again").mkdir()
+    again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), drawn[0].order_seed)
+    assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
+
+
+@pytest.mark.slow(seconds=3)
+def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
+    tmp_path: Path, five: list[Point]
+) -> None:
+    jobs = frozen(tmp_path, five, repeats=1)
+    # Edit the saved configs, so that they differ from the current files in conf/.
+    for path in tmp_path.glob("configs/*/config.yaml"):
+        path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
+    append_block(jobs, range(6))
+    assert [
+        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]
+    ] == [9] * 5
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_all(
+    tmp_path: Path,
+) -> None:
+    jobs = frozen(
+        tmp_path, points("optim.lr=0.1,0.2", "parallel=single", "hydra.sweep.subdir=a/b"), repeats=2
+    )
+    assert {
+        job.folder: load_config(write_job_folder(tmp_path, job)).optim.lr for job in jobs.jobs
+    } == {
+        "a/b_block_0": 0.1,
+        "a/b_block_0_1": 0.2,
+        "a/b_block_1": 0.1,
+        "a/b_block_1_1": 0.2,
+    }
+
+
+@pytest.mark.slow(seconds=2)
+def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
+    tmp_path: Path, five: list[Point]
+) -> None:
+    jobs = frozen(tmp_path, five, repeats=2)
+    later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
+    assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
+    assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
+
+
+@pytest.mark.parametrize("value", ["many", "0"])
+def test_invalid_value_of_sweep_repeats_is_refused_in_one_line(value: str) -> None:
+    with pytest.raises(ValueError, match=rf"^sweep\.repeats={value}: .*$"):
+        points(f"sweep.repeats={value}", "parallel=single,ddp")
+
+
+def test_sweep_over_seed_is_refused_when_sweep_repeats_is_greater_than_1() -> None:
+    swept = points("seed=1,2")
+    with pytest.raises(ValueError, match=r"sweep\.repeats=3: .*seed"):
+        check_blocks(swept, SweepConfig(repeats=3))
+    check_blocks(swept, SweepConfig())
+
+
+def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None:
+    swept = points("optim.lr=0.1,0.2")
+    check_blocks(swept, SweepConfig(baseline="optim.lr=2e-1"))
+    with pytest.raises(
+        ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"
+    ):
+        check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
+
+
+# Accuracy of each learning rate in repeat 0 to 11: the baseline, one that is better, one that is
+# unlikely to be decided, one that is decided late, and one that may be better.
+NOISE = [0.01 * math.sin(1 + 7 * seed) for seed in range(12)]
+ACCURACIES: dict[float, Callable[[int], float | None]] = {
+    0.1: lambda seed: 0.7,
+    0.2: lambda seed: 0.8 + NOISE[seed],
+    0.3: lambda seed: 0.7 + NOISE[seed] - NOISE[3 - seed % 4],
+    0.4: lambda seed: 0.708 + NOISE[seed],
+    0.5: lambda seed: 0.7 + 0.02 * (seed % 2 == 0),
+    0.6: lambda seed: 0.7,
+}
+
+
+def auto_sweep(folder: Path, rates: str = "0.1,0.2,0.3,0.4", **changes: object) -> Path:
+    """Write the folder of a sweep that adds repeats until its comparisons are decided."""
+    overrides = [f"optim.lr={rates}", "parallel=single", 'sweep.baseline="optim.lr=0.1"']
+    swept = points(*overrides, *(f"sweep.{key}={value}" for key, value in changes.items()))
+    folder.mkdir(exist_ok=True)
+    freeze_jobs(folder, swept, swept[0].config.sweep, order_seed=3)
+    return folder
+
+
+def end(folder: Path, job: Job, value: float | None) -> None:
+    """Write the config and the result of a job without training. None: its loss was not finite."""
+    config = (folder / f"configs/{job.configuration}/config.yaml").read_text()
+    (folder / job.folder / "config.yaml").write_text(
+        config.replace("\nseed: 42\n", f"\nseed: {job.seed}\n")
+    )
+    job.status = "done" if value is not None else "not_finite"
+    result = Result(
+        status=job.status,
+        strategy="single",
+        accelerator="cpu",
+        devices=1,
+        metrics={"acc": {"lower_is_better": False, "is_proportion": True}},
+        val={"acc": value} if value is not None else {},
+    )
+    (folder / job.folder / "result.json").write_text(json.dumps(asdict(result)))
+
+
+def run_sweep(folder: Path, lost: float | None = None) -> Jobs:
+    """Run the jobs of a sweep without training, as its runner does, until none waits. Read
+    jobs.json again before each repeat, as after a kill. `lost`: learning rate whose runs diverge.
+    """
+    while True:
+        jobs = read_jobs(folder)
+        reset_unfinished(jobs)
+        waiting = Sweep(jobs).waiting()
+        for job in waiting:
+            assert job.seed is not None
+            rate = rate_of(job)
+            end(folder, job, None if rate == lost else ACCURACIES[rate](job.seed - 42))
+        jobs.write()
+        if not waiting or lost is not None:
+            return jobs
+
+
+def rate_of(job: Job) -> float:
+    return next(
+        float(text.partition("=")[2]) for text in job.overrides if text.startswith("optim.lr=")
+    )
+
+
+def seeds_of(jobs: Jobs) -> dict[float, int]:
+    return dict(sorted(Counter(rate_of(job) for job in jobs.jobs).items()))
+
+
+def test_number_of_repeats_is_open_only_for_settings_that_are_compared_with_a_baseline() -> None:
+    swept = points("optim.lr=0.1,0.2")
+    of_auto = SweepConfig(baseline="optim.lr=0.1")
+    for settings, expected in (
+        (of_auto, (FIRST, 12)),
+        (replace(of_auto, max_repeats=6), (FIRST, 6)),
+        (replace(of_auto, repeats=3), (3, 3)),
+        (SweepConfig(), (1, 1)),
+    ):
+        assert count_repeats(swept, settings) == expected, settings
+    assert count_runs(swept, of_auto) == "8 to 24 runs (2 configurations × 4 to 12 repeats)"
+    swept[0].config.cluster.scheduler = "slurm"
+    assert count_repeats(swept, of_auto) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        ([{"optim.lr": 0.1}, {"optim.lr": 0.2}], True),
+        ([{"optim.lr": 0.1}], False),
+        ([{"optim.lr": 0.1, "seed": 1}, {"optim.lr": 0.2, "seed": 2}], False),
+        ([{"optim.lr": 0.1, "data.fold": 1}, {"optim.lr": 0.1, "data.fold": 2}], False),
+        ([{"parallel.strategy": "single"}, {"parallel.strategy": "ddp"}], False),
+        (
+            [
+                {"optim.lr": rate, "train.max_steps": 9, "train.evaluate_every": 0}
+                for rate in (0.1, 0.2)
+            ],
+            False,
+        ),
+    ],
+)
+def test_sweep_adds_repeats_only_if_settings_are_compared_by_a_metric(
+    configs: list[dict[str, object]], expected: bool
+) -> None:
+    assert can_stop(configs) == expected
+
+
+def test_cluster_that_is_asked_to_add_repeats_is_refused() -> None:
+    swept = points("optim.lr=0.1,0.2", "sweep.repeats=auto", "cluster=slurm")
+    with pytest.raises(ValueError, match=r"^sweep\.repeats=auto: cluster=slurm .* number$"):
+        check_blocks(swept, swept[0].config.sweep)
+    check_blocks(points("optim.lr=0.1,0.2", "sweep.repeats=auto"), SweepConfig())
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_adds_repeats_of_the_settings_that_are_not_decided_and_of_the_baseline(
+    tmp_path: Path,
+) -> None:
+    folder = auto_sweep(tmp_path)
+    jobs = run_sweep(folder)
+    seeds = seeds_of(jobs)
+    assert seeds[0.2] == seeds[0.3] == FIRST < seeds[0.4]
+    assert seeds[0.1] == seeds[0.4]
+    for rate in seeds:
+        of_rate = [(job.block, job.seed) for job in jobs.jobs if rate_of(job) == rate]
+        assert of_rate == [(block, 42 + block) for block in range(seeds[rate])]
+    [group] = compare(collect([folder]), [folder]).settings
+    # The interval of a setting is that of its own stop.
+    assert {contrast.a: contrast.n for contrast in group.contrasts} == {
+        f"optim.lr={rate}": seeds[rate] for rate in (0.2, 0.3, 0.4)
+    }
+    assert group.contrasts[0].verdict == "supported"
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_ends_at_its_largest_number_of_repeats(tmp_path: Path) -> None:
+    folder = auto_sweep(tmp_path, rates="0.1,0.5", max_repeats=6)
+    jobs = run_sweep(folder)
+    assert seeds_of(jobs) == {0.1: 6, 0.5: 6}
+    [group] = compare(collect([folder]), [folder]).settings
+    # Only the last of all possible repeats tells which difference could have been shown.
+    assert group.contrasts[0].detectable is not None and not group.undecided
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("rates", "lost"), [("0.1,0.6,0.5", 0.1), ("0.1,0.4", 0.4)])
+def test_sweep_that_lost_all_runs_of_a_setting_or_of_the_baseline_adds_no_repeat(
+    tmp_path: Path, rates: str, lost: float
+) -> None:
+    folder = auto_sweep(tmp_path, rates)
+    run_sweep(folder, lost)
+    assert Sweep(read_jobs(folder)).waiting() == []
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_order(
+    tmp_path: Path,
+) -> None:
+    whole = run_sweep(auto_sweep(tmp_path / "whole", "0.1,0.4"))
+    folder = auto_sweep(tmp_path / "killed", "0.1,0.4")
+    jobs = read_jobs(folder)
+    for job in jobs.jobs:
+        assert job.seed is not None
+        end(folder, job, ACCURACIES[rate_of(job)](job.seed - 42))
+    jobs.write()
+    # The kill comes after the folders of the next repeat, and before jobs.json names them.
+    append_block(jobs, {0, 1})
+    assert len(read_jobs(folder).jobs) == 2 * FIRST
+    again = run_sweep(folder)
+    # Then a job of the last repeat is killed while it runs.
+    again.jobs[-1].status = "running"
+    (folder / again.jobs[-1].folder / "result.json").unlink()
+    again.write()
+    again = run_sweep(folder)
+    assert [(job.name, job.seed) for job in again.jobs] == [
+        (job.name, job.seed) for job in whole.jobs
+    ]
+
+
+@pytest.mark.slow(seconds=1)
+def test_fixed_number_of_repeats_is_tested_once(tmp_path: Path) -> None:
+    folder = auto_sweep(tmp_path, "0.1,0.4", repeats=4)
+    jobs = run_sweep(folder)
+    assert seeds_of(jobs) == {0.1: 4, 0.4: 4}
+    [group] = compare(collect([folder]), [folder]).settings
+    assert not group.stops
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.slow(seconds=40)
+def test_killed_sweep_goes_on_until_its_comparisons_are_decided(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    words = ["optim.lr=1e-2,1e-3", 'sweep.baseline="optim.lr=1e-2"', "train.max_steps=2"]
+    words += [*SMALL, "parallel=single", f"hydra.sweep.dir={folder}"]
+    command = [sys.executable, str(root() / "train.py"), "-m"]
+    sweep = subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(list(folder.glob("*_block_*/result.json"))) < 3 and time.monotonic() < until:
+        time.sleep(0.02)
+    sweep.kill()
+    sweep.wait()
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("*_block_*/result.json")}
+    assert 3 <= len(done) < 2 * FIRST
+    subprocess.run([*command, f"sweep.resume={folder}"], check=True, stdout=subprocess.DEVNULL)
+    jobs = read_jobs(folder)
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert {job.status for job in jobs.jobs} == {"done"}
+    [group] = compare(collect([folder]), [folder]).settings
+    assert group.stops and not group.undecided
+    assert len(jobs.jobs) == 2 * group.contrasts[0].n >= 2 * FIRST
