@@ -358,7 +358,7 @@ def test_report_accepts_result_json_of_an_older_version(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("plots")
 def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path: Path) -> None:
     html, _, _ = read(full_sweep(tmp_path / "s").write())
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 3
     # In dark mode the text must not stay black, so plots must use the text color of the page.
     assert "currentColor" in html and "#010101" not in html
     assert not re.search(r"<script|<link|@import|url\((?!#)", html)
@@ -412,7 +412,7 @@ def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
 def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> None:
     folder = full_sweep(tmp_path / "s").write()
     read(folder)
-    names = ("ratios", "speed")
+    names = ("memory", "ratios", "speed")
     files = sorted(path.name for path in (folder / "report_plots").iterdir())
     assert files == [f"1_{name}.{kind}" for name in names for kind in ("csv", "svg")]
     runs = list(csv.DictReader((folder / "report_plots" / "1_speed.csv").open(encoding="utf-8")))
@@ -438,6 +438,7 @@ def test_every_report_plot_shows_the_fastest_of_many_configurations(
     read(sweep.write())
     for name, shown in (
         ("ratios", "ddp × 2 (bucket_cap_mb={})"),
+        ("memory", "ddp × 2 (bucket_cap_mb={})"),
         ("speed", "ddp (bucket_cap_mb={})"),
     ):
         svg = (sweep.folder / "report_plots" / f"1_{name}.svg").read_text(encoding="utf-8")
@@ -447,7 +448,7 @@ def test_every_report_plot_shows_the_fastest_of_many_configurations(
 @pytest.mark.usefixtures("plots")
 def test_report_on_one_cpu_run_has_no_plot(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s", accelerator="cpu")
-    # A single run cannot be compared.
+    # A single run cannot be compared, and a CPU run has no memory per device.
     sweep.add("single", 1)
     assert "<svg" not in read(sweep.write())[0]
 
