@@ -141,6 +141,11 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
         )
     for path in (folder / "checkpoints").glob("*.pt"):
         check_format(path.with_suffix(".json"))
+        if path.is_dir():
+            raise ValueError(
+                f"resume={folder}: {path} is a folder; expected a checkpoint file: move the "
+                "folder away"
+            )
     if (job := queued_job(folder)) is not None:
         raise ValueError(
             f"resume={folder}: Slurm job {job} of this run is in the queue; wait for it, or "
