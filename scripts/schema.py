@@ -169,10 +169,11 @@ def _rows(group: str) -> list[str]:
                 .replace(" | ", " or ")
             )
             default = value if isinstance(value, str) else json.dumps(value)
-            rows.append(
-                f"| `{key}` | {kind} | {default} | {_allowed(field)} | "
-                f"{field.metadata.get('help')} |"
-            )
+            # Markdown reads <name> as HTML, except between backticks.
+            texts = field.metadata["help"].split("`")
+            texts[::2] = [text.replace("<", "&lt;") for text in texts[::2]]
+            meaning = "`".join(texts)
+            rows.append(f"| `{key}` | {kind} | {default} | {_allowed(field)} | {meaning} |")
     return rows
 
 
