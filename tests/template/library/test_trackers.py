@@ -313,9 +313,9 @@ def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
     from timm_parallel.config.validate import check_values
 
     config = Config()
-    config.tracker.use = {"csv": "src.train.csv_tracker.CsvTracker"}
+    config.tracker.use = {"csv": "src.train.no_tracker.NoTracker"}
     with pytest.raises(
-        ValueError, match=r"tracker\.use\.csv=src\.train\.csv_tracker\.CsvTracker: no such class"
+        ValueError, match=r"tracker\.use\.csv=src\.train\.no_tracker\.NoTracker: no such class"
     ):
         check_values(config)
 

@@ -567,7 +567,7 @@ def test_verdicts_are_numbered_separately_for_each_base_commit(
     assert sorted(len(entries) for entries in ledger["bases"].values()) == [1, 3]
 
 
-def pairs_of(folder: str) -> int:
+def pairs_of(folder: str | Path) -> int:
     return len(read_jobs(Path(folder)).jobs) // 2
 
 
@@ -810,5 +810,5 @@ def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_sm
     )
     assert done.returncode == 4, done.stderr
     values = json.loads(done.stdout)
-    assert (values["verdict"], pairs_of(values["sweep"])) == (WORSE, FIRST)
+    assert (values["verdict"], pairs_of(copy / values["sweep"])) == (WORSE, FIRST)
     assert bytes_of(copy) == before

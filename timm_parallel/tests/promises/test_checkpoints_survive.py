@@ -9,9 +9,7 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.commands import Train
 from timm_parallel.testing.ranks import warm_processes
 
 # Number of elements per tensor. A save then takes a few milliseconds, so that a kill can interrupt
@@ -228,58 +225,6 @@ def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_wr
     assert "step_8.pt" in message
     assert "MiB free" in message and "earlier checkpoints are untouched" in message
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 3 MiB and return its folder. Mounting needs root."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)],
-        capture_output=True,
-        text=True,
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
-    train: Train, small_disk: Path, strategy: str
-) -> None:
-    overrides = (
-        f"parallel={strategy}",
-        f"parallel.devices={1 if strategy == 'single' else 2}",
-        "checkpoint.every_steps=2",
-        "checkpoint.keep=50",
-        "train.epochs=50",
-    )
-    done = train(*overrides, folder=small_disk / "run")
-    assert done.returncode == 1, done.output
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("Failed: ")]
-    assert ".pt: " in line and "MiB free" in line, done.output
-    assert done.result["reason"] == line.removeprefix("Failed: ")
-    assert done.seconds < 60
-    last = done.folder / "checkpoints" / "last.pt"
-    assert checkpoint.load(last)["progress"]["step"] >= 2
-    assert train.left_after(2) == []
-    resumed = train.start(
-        f"resume={done.folder}",
-        "checkpoint.keep=1",
-        "train.epochs=3",
-        defaults=False,
-        folder=done.folder,
-    )
-    # Delete files to free disk space, as the error message of the full disk suggests.
-    shutil.rmtree(done.folder / "tensorboard")
-    for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
-        old.unlink()
-    assert resumed.finish().returncode == 0
 
 
 def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Tests that a failing or stalled rank ends the run promptly. The error names the rank, and no
-process remains.
+"""Tests that a failing or stalled rank, or a full disk, ends the run promptly. The error names the
+rank, and no process remains.
 
 COMMANDS lists the combinations of launcher, strategy, world size and fault that are tested in new
 processes. WARM lists combinations that are tested in forked ranks. The faults are injected into
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,7 @@ from timm_parallel.faults.failure import RankExits, first_failure
 from timm_parallel.launch import job
 from timm_parallel.machine.lock import is_locked
 from timm_parallel.record.result import Result, read_result
+from timm_parallel.state import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
@@ -290,3 +294,55 @@ def test_first_failure_is_derived_from_exit_codes_when_ranks_wrote_no_failure_re
     )
     assert failure["status"] == status
     assert message in failure["reason"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 3 MiB and return its folder. Mounting needs root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_full_disk_ends_the_run_with_exit_code_1_and_keeps_the_last_checkpoint(
+    train: Train, small_disk: Path, strategy: str
+) -> None:
+    overrides = (
+        f"parallel={strategy}",
+        f"parallel.devices={1 if strategy == 'single' else 2}",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=50",
+        "train.epochs=50",
+    )
+    done = train(*overrides, folder=small_disk / "run")
+    assert done.returncode == 1, done.output
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("Failed: ")]
+    assert ".pt: " in line and "MiB free" in line, done.output
+    assert done.result["reason"] == line.removeprefix("Failed: ")
+    assert done.seconds < 60
+    last = done.folder / "checkpoints" / "last.pt"
+    assert checkpoint.load(last)["progress"]["step"] >= 2
+    assert train.left_after(2) == []
+    resumed = train.start(
+        f"resume={done.folder}",
+        "checkpoint.keep=1",
+        "train.epochs=3",
+        defaults=False,
+        folder=done.folder,
+    )
+    # Delete files to free disk space, as the error message of the full disk suggests.
+    shutil.rmtree(done.folder / "tensorboard")
+    for old in sorted((done.folder / "checkpoints").glob("step_*"))[:-2]:
+        old.unlink()
+    assert resumed.finish().returncode == 0
