@@ -129,7 +129,7 @@ def test_reproduction_names_what_has_changed_since_the_run(
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
         copied_code(repository, commit, folder)
         step = folder / "timm_parallel/runtime/step.py"
-        edit(step, "return loss.detach()", "return 2 * loss.detach()")
+        edit(step, "{name: loss.detach()", "{name: 2 * loss.detach()")
 
     monkeypatch.setattr(reproduce, "copy_commit", changed_code)
     edit(copy / "run/config.yaml", "threads_per_device: 1", "threads_per_device: 2")

@@ -128,7 +128,7 @@ def saved(run: RunParts) -> dict[str, Any]:
     return saving.snapshot(run.state, run.strategy)
 
 
-@pytest.mark.parametrize("spread", ["ddp", "dp", "dp_in_replica", "fsdp"])
+@pytest.mark.parametrize("spread", ["ddp", "dp", "fsdp"])
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(4)
 def test_loss_with_parameters_trains_equally_under_every_strategy(
