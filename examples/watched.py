@@ -6,6 +6,8 @@
 `train.loop` names this function; the library does the rest of a run around it.
 """
 
+import torch
+
 from timm_parallel import Training
 
 
@@ -18,5 +20,6 @@ def train(training: Training) -> None:
         # Reading a number waits for the device, so do it at logged steps only.
         if step.is_logged:
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-            own["train/largest_gradient"] = max(float(each.abs().max()) for each in gradients)
+            largest = torch.stack([each.abs().max() for each in gradients]).max()
+            own["train/largest_gradient"] = float(largest)
         training.log({**step.update(), **own})

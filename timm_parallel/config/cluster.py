@@ -69,13 +69,13 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
         value = getattr(cluster, key)
         if value is not None and not (value.isprintable() and re.fullmatch(pattern, value)):
             yield f"cluster.{key}={value}: expected {expected}"
-    # The format of the time is checked above, because the first problem is reported.
-    if cluster.scheduler == "slurm" and cluster.time:
-        seconds = seconds_of(cluster.time)
+    time = cluster.time or ""
+    if cluster.scheduler == "slurm" and re.fullmatch(FORMATS["time"][0], time):
+        seconds = seconds_of(time)
         if seconds <= cluster.signal_seconds:
             yield (
                 f"cluster.signal_seconds={cluster.signal_seconds}: expected less than "
-                f"cluster.time={cluster.time} ({seconds} s)"
+                f"cluster.time={time} ({seconds} s)"
             )
     if cluster.gpus and gpus_of_gres(cluster):
         yield (

@@ -293,7 +293,7 @@ def _parameters_of_phases(
 
 @dataclass
 class RunParts:
-    """The objects of a training run on one rank, which a project builds, such as config, dataset,
+    """The objects of a training run on one rank: those that a project builds, such as dataset,
     task, loaders and training state, and those that time its steps.
 
     The constructor raises ValueError if a sharded model cannot be evaluated, or if BatchNorm cannot

@@ -231,6 +231,7 @@ REFUSED = [
     (job("kubernetes", claim="x"), "cluster.image: "),
     (job("kubernetes", image="x", claim="A b"), "cluster.claim=A b: "),
     (job(time="720"), "cluster.time=720: expected hh:mm:ss"),
+    (job(time="soon"), "cluster.time=soon: expected hh:mm:ss"),
     (job(time="00:01:00"), r"cluster\.signal_seconds=90: .* cluster\.time=00:01:00 \(60 s\)"),
     (job(time="1-0", signal_seconds=90000), r"signal_seconds=90000: .* \(86400 s\)"),
     (job(memory="lots"), "cluster.memory=lots: "),
@@ -242,7 +243,8 @@ REFUSED = [
 @pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_error_for_invalid_cluster_settings_names_the_key(config: Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        refuse(cluster_rules(config))
+        # A list, because no rule may rely on an earlier one to end the check.
+        refuse(iter([*cluster_rules(config)]))
 
 
 @pytest.mark.parametrize(
