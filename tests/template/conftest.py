@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from scripts.maintain.fork import build_wheel
 from tests.template.repositories import git, make_template
-from tests.template.runs import ROOT, TINY
+from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, ROOT, TINY
 from timm_parallel.testing.commands import Finished, Train
 
 
@@ -54,6 +54,13 @@ def finished_run(
             record.write_text(json.dumps(asdict(done), default=str), encoding="utf-8")
     values = json.loads(record.read_text(encoding="utf-8"))
     return Finished(**{**values, "folder": Path(values["folder"])})
+
+
+@pytest.fixture(scope="session")
+def examples() -> Path:
+    """Let this process import the files of examples/, and return their folder."""
+    exec(IMPORT_EXAMPLES)
+    return EXAMPLES
 
 
 @pytest.fixture(scope="session")

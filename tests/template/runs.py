@@ -42,6 +42,14 @@ from timm_parallel.testing.configs import merged, plain, read_lines, train_loade
 from timm_parallel.testing.ranks import train_warm
 
 ROOT = app.root
+EXAMPLES = ROOT / "examples"
+# Code that lets a process import the examples as files of the packages of src.
+IMPORT_EXAMPLES = f"""
+from importlib import import_module
+
+for name in ("tasks", "models", "data", "train"):
+    import_module(f"src.{{name}}").__path__.append({str(EXAMPLES)!r})
+"""
 TINY = (
     "print_config=false",
     "model=tiny",

@@ -9,8 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pages import EXTEND_PAGES, code_of, read
 from PIL import Image
 from timm.models import VisionTransformer
 from torch import Tensor
@@ -20,7 +22,7 @@ from src.app import app
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
 from src.schema import DataConfig, ResolvedParallel
-from tests.template.runs import ROOT
+from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -30,13 +32,32 @@ from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.state import checkpoint
-from timm_parallel.testing.configs import parse
+from timm_parallel.testing.configs import conf as write_conf
+from timm_parallel.testing.configs import parse, read_lines
 from timm_parallel.testing.ranks import warm_ranks
 
-EXAMPLES = ROOT / "examples"
 # Examples of several networks, phases, averages, own weights and gathered samples.
 EACH_COMMIT = ("byol", "detr", "gan", "simclr")
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+# Examples without a YAML, and the overrides with which a page trains them.
+ON_PAGES = {
+    name: [word for word in command.split() if not word.startswith("parallel")]
+    for page in EXTEND_PAGES
+    for name, command in re.findall(
+        r"^cp examples/(\w+)\.py .*\npython train\.py (.*)$", read(page), re.MULTILINE
+    )
+    if not (EXAMPLES / f"{name}.yaml").exists()
+}
+ON_PAGES["csv_tracker"] = ["tracker=csv"]
+# The others run with a small model.
+OWN_MODEL = ["patches"]
+NAMES = sorted([*(path.stem for path in EXAMPLES.glob("*.yaml")), *ON_PAGES])
+# Number that an example logs.
+LOGGED = {
+    "macro_f1": "val/f1",
+    "confident": "train/confidence",
+    "z_loss": "train/z_loss",
+    "watched": "train/largest_gradient",
+}
 COMMON = {
     "print_config": "false",
     "parallel.threads_per_device": "1",
@@ -53,11 +74,9 @@ COMMON = {
 HALVES = {"data.batch_size": "12", "train.accumulate": "2"}
 SPREADS: dict[str, dict[str, str]] = {
     "single": {"parallel": "single"},
-    "dp2": {"parallel": "dp", "parallel.devices": "2"},
-    "ddp2": {"parallel": "ddp", "parallel.devices": "2"},
-    "ddp3": {"parallel": "ddp", "parallel.devices": "3"},
-    "fsdp2": {"parallel": "fsdp", "parallel.devices": "2"},
     "accumulated": {"parallel": "single", **HALVES},
+    "dp2": {"parallel": "dp", "parallel.devices": "2"},
+    "ddp3": {"parallel": "ddp", "parallel.devices": "3"},
     "ddp2_accumulated": {"parallel": "ddp", "parallel.devices": "2", **HALVES},
     "fsdp2_accumulated": {"parallel": "fsdp", "parallel.devices": "2", **HALVES},
 }
@@ -74,7 +93,6 @@ LOCAL_SGD = {
 # Spreads that the config of an example rejects, and the key that it names.
 REFUSED = {
     # SAM needs the norm of whole gradients.
-    ("sam", "fsdp2"): "optim.opt",
     ("sam", "fsdp2_accumulated"): "optim.opt",
     # DataParallel spreads one network.
     **{(name, "dp2"): "parallel" for name in ("byol", "dino", "gan", "mean_teacher", "simclr")},
@@ -83,40 +101,44 @@ REFUSED = {
 OPTIONS = {
     # A stream has no indices of which some could be chosen.
     "stream": {"data.limit_train": "null", "+data.kwargs.num_samples": "144"},
+    "csv_tracker": {"tracker": "csv"},
     # The ranks have momentum of their own, and a checkpoint that of rank 0 only.
     "local_sgd": {"optim.momentum": "0"},
 }
-# Rounding errors change the weights more with AdamW, which divides by gradients that are near 0.
-TOLERANCE = {"sam": 1e-5}
-PACKAGES = ("tasks", "models", "data", "train")
-# Module that lets a process import the examples as files of the packages of src.
-IMPORT = f"""
-from importlib import import_module
-
-for name in {PACKAGES}:
-    import_module(f"src.{{name}}").__path__.append({str(EXAMPLES)!r})
-"""
+# Rounding errors change the weights more with SAM and signum, which normalize gradients.
+TOLERANCE = {"sam": 1e-5, "signum": 1e-3}
 
 
 @pytest.fixture(scope="module")
-def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of configs that has the experiments of all examples, and let this process
-    import the examples.
+def conf(tmp_path_factory: pytest.TempPathFactory, examples: Path) -> Path:
+    """Return a folder of configs that has the experiments of all examples, and the tracker of a
+    page.
     """
     folder = tmp_path_factory.mktemp("examples") / "conf"
     (folder / "experiment").mkdir(parents=True)
-    for path in EXAMPLES.glob("*.yaml"):
+    for path in examples.glob("*.yaml"):
         shutil.copy(path, folder / "experiment")
-    for name in PACKAGES:
-        import_module(f"src.{name}").__path__.append(str(EXAMPLES))
-    return folder
+    [tracker] = code_of("docs/extend_training.md", "yaml")
+    return write_conf(folder, tracker__csv=tracker)
+
+
+def write_npz(path: Path) -> Path:
+    """Write gray images of two classes with the arrays of MedMNIST."""
+    draw, arrays = np.random.default_rng(0), {}
+    for name, count in (("train", 160), ("val", 16), ("test", 8)):
+        labels = np.arange(count)[:, None] % 2
+        noise = draw.integers(0, 100, (count, 32, 32))
+        arrays[f"{name}_images"] = (noise + 150 * labels[..., None]).astype(np.uint8)
+        arrays[f"{name}_labels"] = labels.astype(np.uint8)
+    np.savez(path, allow_pickle=True, **arrays)
+    return path
 
 
 @pytest.fixture(scope="module")
 def train(conf: Path) -> Callable[..., Path]:
     """Return a function `(example, spread, folder) -> folder` that trains an example."""
     base = conf.parent
-    (base / "first.py").write_text(IMPORT, encoding="utf-8")
+    (base / "first.py").write_text(IMPORT_EXAMPLES, encoding="utf-8")
 
     def needed(example: str) -> dict[str, str]:
         """Return the options without which an example has no data or no teacher."""
@@ -126,6 +148,8 @@ def train(conf: Path) -> Callable[..., Path]:
             return {"data.root": str(base / "tiff")}
         if example == "distillation":
             return {"train.task_kwargs.teacher": str(get("lora", "single"))}
+        if example == "npz":
+            return {"data.root": str(write_npz(base / "data.npz"))}
         return {}
 
     def get(example: str, spread: str, folder: Path | None = None) -> Path:
@@ -147,8 +171,12 @@ def train(conf: Path) -> Callable[..., Path]:
 
 def compose(conf: Path, example: str, spread: str, options: dict[str, str]) -> Any:
     """Compose the config of an example."""
+    own = ON_PAGES.get(example, [f"experiment={example}"])
+    if example in ON_PAGES and example not in OWN_MODEL:
+        own = ["model=tiny", *own]
+    words = dict(word.partition("=")[::2] for word in own)
     how = (SPREADS | LOCAL_SGD)[spread]
-    words = {"experiment": example, **COMMON, **OPTIONS.get(example, {}), **how, **options}
+    words |= {**COMMON, **OPTIONS.get(example, {}), **how, **options}
     given = parse(*(f"{key}={value}" for key, value in words.items()), "--config-dir", str(conf))
     config: Any = compose_command(given).config
     # With SGD, rounding errors stay small.
@@ -181,26 +209,25 @@ def _cases() -> list[Any]:
     """
     cases = []
     for example in NAMES:
-        for spread in SPREADS:
-            is_left_out = spread == "single" or example == "local_sgd"
-            # The teacher of this example is a second network, which DataParallel would not spread.
-            is_left_out |= (example, spread) == ("distillation", "dp2")
-            if is_left_out or (example, spread) in REFUSED:
-                continue
-            marks = [pytest.mark.processes, pytest.mark.slow(seconds=3)]
-            if spread != "ddp2_accumulated" or example not in EACH_COMMIT:
-                marks.append(pytest.mark.nightly)
-            cases.append(pytest.param(example, spread, marks=marks))
-    return cases
+        spreads = ["ddp3"] if example in ON_PAGES else ["dp2", "ddp3", "fsdp2_accumulated"]
+        # BatchNorm of patches gets the images of a rank. The teacher of distillation is a second
+        # network, which DataParallel would not spread.
+        left_out = {"patches": spreads, "local_sgd": spreads, "distillation": ["dp2"]}
+        for spread in spreads:
+            if spread not in left_out.get(example, ()) and (example, spread) not in REFUSED:
+                cases.append(pytest.param(example, spread, marks=pytest.mark.nightly))
+    return cases + [(example, "ddp2_accumulated") for example in EACH_COMMIT]
 
 
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(("example", "spread"), _cases())
 def test_example_trains_alike(train: Any, example: str, spread: str) -> None:
     # The negatives of SimCLR are those of a batch, so it differs with accumulation.
     is_accumulated = example == "simclr" and "accumulated" in spread
-    single = weights_of(train(example, "accumulated" if is_accumulated else "single"))
+    single = train(example, "accumulated" if is_accumulated else "single")
     tolerance = TOLERANCE.get(example, 1e-6)
-    assert difference(single, weights_of(train(example, spread))) <= tolerance
+    assert difference(weights_of(single), weights_of(train(example, spread))) <= tolerance
 
 
 @pytest.mark.parametrize(("example", "spread"), REFUSED)
@@ -216,8 +243,12 @@ def test_example_is_refused_under_strategies_that_it_does_not_support(
 @pytest.mark.parametrize(
     "example",
     [
-        # Those with averages and with phases have more to resume than a network.
-        pytest.param(name, marks=[] if name in ("byol", "gan") else [pytest.mark.nightly])
+        # Those with averages, phases, a loss with parameters and a schedule with a state have more
+        # to resume than a network.
+        pytest.param(
+            name,
+            marks=[] if name in ("byol", "gan", "arcface", "plateau") else [pytest.mark.nightly],
+        )
         for name in NAMES
     ],
 )
@@ -235,6 +266,8 @@ def test_example_resumes_exactly(train: Any, example: str, tmp_path: Path) -> No
     train(example, spread, folder)
     for name, tensor in weights_of(whole).items():
         assert torch.equal(tensor, weights_of(folder)[name]), name
+    logged = {key for line in read_lines(whole / "metrics.jsonl") for key in line}
+    assert LOGGED.get(example, "train/loss") in logged
 
 
 @pytest.mark.processes
@@ -253,7 +286,7 @@ def evaluated(run: Path) -> dict[str, Any]:
 
 
 def _evaluated_cases() -> list[Any]:
-    at_every_commit = ("detr", "mean_teacher")
+    at_every_commit = ("detr", "macro_f1", "mean_teacher")
     return [
         pytest.param(name, marks=[] if name in at_every_commit else [pytest.mark.nightly])
         for name in NAMES

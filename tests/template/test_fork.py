@@ -139,11 +139,13 @@ def test_make_fork_changes_nothing_when_the_wheel_cannot_be_built(
     assert files_of(clone) == before
 
 
-def test_fork_installs_the_library_from_a_wheel_that_its_lock_and_container_know(
-    fork_of: Any, wheel: Path
+def test_fork_has_the_library_as_a_wheel_and_no_file_that_only_the_template_needs(
+    clone: Path, fork_of: Any, wheel: Path
 ) -> None:
+    # A module that was compiled before.
+    (clone / "timm_parallel" / "__pycache__").mkdir()
+    (clone / "timm_parallel" / "__pycache__" / "app.pyc").touch()
     mine = fork_of("mine")
-    assert not (mine / "timm_parallel").exists()
     assert (mine / "vendor" / wheel.name).read_bytes() == wheel.read_bytes()
     requirements, lock = read(mine / "requirements.txt"), read(mine / "requirements.lock")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -151,31 +153,8 @@ def test_fork_installs_the_library_from_a_wheel_that_its_lock_and_container_know
     assert f"\n./vendor/{wheel.name} \\\n    --hash=sha256:{digest}\n" in lock
     assert out_of_step(requirements, lock) == []
     assert out_of_step(requirements, lock.replace(wheel.name, "old.whl")) != []
-    copied, installed = (
-        read(mine / "Dockerfile").index(line) for line in ("COPY vendor vendor", "RUN pip install")
-    )
-    assert copied < installed
-
-
-def test_fork_with_the_library_as_source_has_the_files_of_the_wheel(
-    fork_of: Any, wheel: Path, tmp_path: Path
-) -> None:
-    mine = fork_of("mine", "--library=source")
-    assert not (mine / "vendor").exists()
-    assert "vendor" not in read(mine / "requirements.txt") + read(mine / "requirements.lock")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "wheel")
-    expected = files_of(tmp_path / "wheel" / "timm_parallel")
-    assert files_of(mine / "timm_parallel") == expected
-
-
-def test_fork_has_its_own_recipes_and_tests_and_no_file_that_only_the_template_needs(
-    clone: Path, fork_of: Any
-) -> None:
-    # A module that was compiled before.
-    (clone / "timm_parallel" / "__pycache__").mkdir()
-    (clone / "timm_parallel" / "__pycache__" / "app.pyc").touch()
-    mine = fork_of("mine")
+    container = read(mine / "Dockerfile")
+    assert container.index("COPY vendor vendor") < container.index("RUN pip install")
     assert [path for path in (*REMOVED, "docs", "timm_parallel") if (mine / path).exists()] == []
     assert {path.stem for path in (mine / "conf/experiment").iterdir()} == set(KEPT_RECIPES)
     tests = {path.name for path in (mine / "tests").iterdir()}
@@ -186,8 +165,15 @@ def test_fork_has_its_own_recipes_and_tests_and_no_file_that_only_the_template_n
     assert files_of(mine / "examples") == files_of(ROOT / "examples")
 
 
-def test_fork_keeps_the_pages_when_docs_is_given(fork_of: Any) -> None:
-    mine = fork_of("mine", "--docs")
+def test_fork_with_the_library_as_source_and_the_pages_has_their_files(
+    fork_of: Any, wheel: Path, tmp_path: Path
+) -> None:
+    mine = fork_of("mine", "--library=source", "--docs")
+    assert not (mine / "vendor").exists()
+    assert "vendor" not in read(mine / "requirements.txt") + read(mine / "requirements.lock")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    assert files_of(mine / "timm_parallel") == files_of(tmp_path / "wheel" / "timm_parallel")
     assert files_of(mine / "docs") == files_of(ROOT / "docs")
     links = re.findall(r"\((docs[^)]*)\)", read(mine / "README.md"))
     assert len(links) == 2 and all((mine / link).exists() for link in links)

@@ -64,24 +64,17 @@ def make_stamps(checkout: Path, *names: str) -> None:
         touch(checkout / ".venv" / name, 2_000_000 + age)
 
 
-def test_make_help_lists_every_target_on_one_line() -> None:
+def test_make_without_a_target_prints_help_with_every_target_on_one_line() -> None:
     targets = set(TARGET.findall(makefiles()))
     assert {"help", "train", "compare", "test", "test-fast", "check"} <= targets
+    # A file with the name of a target would disable a target that is not phony.
+    phony = re.findall(r"^\.PHONY: (.*)$", makefiles(), re.MULTILINE)
+    assert set(" ".join(phony).split()) == targets
+    assert make() == make("help")
     lines = make("help").splitlines()
     listed = [re.fullmatch(r"  make ([a-z-]+) +(\S.*)", line) for line in lines]
     assert all(listed), lines
     assert sorted(match.group(1) for match in listed if match) == sorted(targets)
-
-
-def test_every_make_target_is_phony() -> None:
-    """A file with the name of a target would otherwise disable the target."""
-    text = makefiles()
-    phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
-    assert set(" ".join(phony).split()) == set(TARGET.findall(text))
-
-
-def test_make_without_a_target_prints_help() -> None:
-    assert make() == make("help")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +104,7 @@ def test_make_train_uses_make_variables_from_the_command_line(
     assert "python3.12 -m venv /elsewhere/env" in commands
     assert commands.strip().splitlines()[-1].strip() == "/elsewhere/env/bin/python train.py seed=3"
     assert ".venv" not in commands
+    assert make("-n", "doctor", "quick=true").rstrip().endswith("scripts/doctor.py quick=true")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +145,8 @@ def test_make_lock_runs_when_runtime_requirements_are_not_installed(checkout: Pa
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
 def test_requirements_files_pin_every_package_to_an_exact_version(name: str) -> None:
-    lines = [
-        line.partition("#")[0].strip()
-        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
-    ]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     pins = [line for line in lines if line and line != "-r requirements.txt"]
     assert pins
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", pin)] == []
@@ -170,8 +162,3 @@ def test_ci_script_calls_make_lint_make_test_and_only_existing_targets() -> None
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=300)
     for target in re.findall(r"^make (\S+)", text, re.MULTILINE):
         make("-n", target)
-
-
-def test_make_doctor_passes_quick_to_the_script() -> None:
-    assert make("-n", "doctor", "quick=true").rstrip().endswith("scripts/doctor.py quick=true")
-    assert "quick" not in make("-n", "doctor")

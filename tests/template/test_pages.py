@@ -49,60 +49,6 @@ def test_links_on_pages_point_to_existing_files_and_headings() -> None:
             assert not place or place in anchors(read(target)), (page, link)
 
 
-# Row of the table on docs/security.md -> tests of what it says.
-THREATS = {
-    "a config, from a file or the command line": (
-        "test_config_file_cannot_make_hydra_import_a_package",
-        "test_hydra_searchpath_with_a_package_is_refused_without_importing_the_package",
-        "test_command_line_override_that_could_run_code_or_load_a_file_is_refused",
-        "test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist",
-        "test_hydra_section_of_a_config_file_is_refused_when_a_key_is_not_on_the_allowlist",
-        "test_class_path_in_config_is_refused_when_it_is_not_a_model_or_dataset",
-    ),
-    "a secret, in an environment variable": (
-        "test_files_and_console_of_a_run_do_not_contain_secrets",
-        "test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_load",
-        "test_value_is_masked_when_its_key_looks_like_a_secret",
-        "test_literal_secret_on_the_command_line_is_refused_and_not_printed",
-        "test_sweep_and_search_save_secrets_as_references",
-    ),
-    "a checkpoint": (
-        "test_checkpoint_with_pickled_code_is_refused_without_running_the_code",
-        "test_source_file_has_no_pickle_eval_or_shell_calls",
-    ),
-    "a file given as `model.weights`": (
-        "test_model_weights_error_is_one_line_when_a_file_has_no_usable_weights",
-    ),
-    "a data folder, also as the current folder": (
-        "test_decode_refuses_pickles_and_decompression_bombs_named_like_images",
-        "test_postscript_named_like_an_image_is_unreadable_and_starts_no_program",
-        "test_ranks_do_not_import_files_from_the_current_folder",
-    ),
-    "another user of the machine": (
-        "test_file_and_checkpoint_writes_do_not_follow_a_symlink_at_their_temporary_name",
-        "test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside_tmp",
-        "test_run_files_and_checkpoints_are_private_under_umask_077",
-    ),
-    "the network": (
-        "test_ranks_on_one_machine_listen_only_on_loopback",
-        "test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank",
-        "test_tensorboard_listens_on_loopback_with_the_documented_command",
-    ),
-}
-
-
-def test_every_threat_on_security_page_has_existing_tests() -> None:
-    test_files = [
-        path
-        for folder in ("tests", "timm_parallel/tests")
-        for path in sorted((ROOT / folder).rglob("test_*.py"))
-    ]
-    tests = {name for path in test_files for name in re.findall(r"def (test_\w+)", read(path))}
-    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", read("docs/security.md"), re.MULTILINE)[1:]
-    assert rows == [*THREATS]
-    assert [name for names in THREATS.values() for name in names if name not in tests] == []
-
-
 @pytest.mark.parametrize("name", ["README", "docs/quickstart", "docs/dp_and_ddp"])
 def test_english_and_chinese_pages_show_the_same_commands_outputs_and_code(name: str) -> None:
     english, chinese = ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md"

@@ -1,14 +1,12 @@
-"""Checks of the import structure: `python timm_parallel/tests/architecture.py [train.py project]`.
+"""Import statements of all source files of the library and of a project. No code is imported.
 
-Read the import statements of all source files of the library and of a project, and print numbers of
-the structure. test_architecture.py tests the rules of the library. No code is imported.
+test_architecture.py tests the rules of the library.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -111,22 +109,6 @@ def imports(
     return arrows
 
 
-def import_levels(project: tuple[str, ...] = (), root: Path = ROOT) -> dict[str, int]:
-    """Return the length of the longest chain of imports inside each package, as a dictionary from
-    package to length. The length is 1 if no file of the package imports another.
-    """
-    arrows = imports(project, root)
-    packages: dict[str, set[str]] = {}
-    for file in arrows:
-        if not file.endswith("__init__.py"):
-            packages.setdefault(package_of(file), set()).add(file)
-
-    def depth(file: str, package: set[str]) -> int:
-        return 1 + max((depth(other, package) for other in arrows[file] & package), default=0)
-
-    return {name: max(depth(file, files) for file in files) for name, files in packages.items()}
-
-
 def imports_of_the_project(root: Path = ROOT) -> list[str]:
     """Return a line of text for each import of a module of the project, which is next to the
     library, in any file of the library, its testing kit and its tests.
@@ -161,20 +143,6 @@ def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
-
-
-def strategy_methods(root: Path = ROOT) -> list[str]:
-    """Return the names of the methods that a subclass of Strategy may override."""
-    tree = ast.parse((root / "timm_parallel/parallel/strategy.py").read_text(encoding="utf-8"))
-    base = next(
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Strategy"
-    )
-    names = [node.name for node in base.body if isinstance(node, ast.FunctionDef)]
-    return [
-        name
-        for name in names
-        if name not in ("__init__", "is_first", "measured_world_size", "close")
-    ]
 
 
 def public_names(root: Path = ROOT) -> dict[str, set[str]]:
@@ -219,32 +187,3 @@ def private_names(files: list[Path], root: Path = ROOT) -> list[str]:
         # Allow the private name _GROUPS, because scripts/schema.py reads it to write docs/api.md.
         and named.name.rpartition(".")[2] != "_GROUPS"
     ]
-
-
-def main() -> None:
-    """Print numbers of the structure, which no test limits, and what breaks the import rules."""
-    project = tuple(sys.argv[1:])
-    library, lab = public_names().values()
-    levels = import_levels(project)
-    numbers = {
-        "methods that a strategy may override": len(strategy_methods()),
-        "import levels inside any package": max(levels.values()),
-        "public names of the library": len(library),
-        "public names of its lab": len(lab),
-        "imports past the public names": len(private_names(python_files(project))),
-        "imports of the project in the library, its testing kit and its tests": len(
-            imports_of_the_project()
-        ),
-    }
-    for name, value in numbers.items():
-        print(f"{name:70s} {value:7,}")
-    print(
-        "import levels:",
-        ", ".join(f"{name or 'entry points'} {count}" for name, count in levels.items()),
-    )
-    print("import cycle:", " > ".join(find_cycle(project)) or "none")
-    print("import cycle with types:", " > ".join(find_cycle(project, for_types=True)) or "none")
-
-
-if __name__ == "__main__":
-    main()

@@ -39,15 +39,10 @@ def test_seconds_of_a_run_end_with_its_last_file_and_include_those_before(tmp_pa
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "overrides",
-    [(), ("parallel=ddp", "parallel.devices=2")],
-    ids=["single", "ddp"],
-)
 def test_goodput_counts_kept_steps_of_all_segments_but_not_the_time_between_them(
-    tmp_path: Path, overrides: tuple[str, ...]
+    tmp_path: Path,
 ) -> None:
-    words = (*overrides, "train.epochs=4")
+    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=4")
     run = train_warm(resolved(*words, "train.max_steps=9"), tmp_path / "run")
     first = read_result(run)
     assert first.goodput is not None and 0 < first.goodput < 1

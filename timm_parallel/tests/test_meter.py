@@ -4,8 +4,8 @@ on a GPU, which are measured over intervals of several steps.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,13 +97,20 @@ def test_throughput_after_the_warm_up_is_all_images_divided_by_all_seconds(
     assert (measured["steps_timed"], measured["seconds_timed"]) == (40, pytest.approx(4.36))
 
 
-def test_throughput_counts_time_for_data_and_logging_but_not_for_evaluation(clock: Time) -> None:
-    meter = Meter(1, 60)
+def test_time_and_energy_of_timed_steps_include_data_and_logging_but_no_evaluation(
+    clock: Time,
+) -> None:
+    # A GPU that draws 10 W, and 1000 W from second 1000 on.
+    gpu: Any = SimpleNamespace(uuid="GPU-a")
+    gpu.joules = lambda: 10 * clock.now + 990 * max(0.0, clock.now - 1000)
+    energy = usage.Energy([gpu])
+    meter = Meter(1, 60, energy=energy)
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     meter.pause()
-    clock.now += 1000
+    clock.now += 2000
     meter.resume()
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
+    meter.pause()
     measured = meter.throughput()
     assert measured["steps_timed"] == 50
     # The expected time excludes the logging after the last step.
@@ -111,83 +118,38 @@ def test_throughput_counts_time_for_data_and_logging_but_not_for_evaluation(cloc
     assert meter.data_seconds == pytest.approx(50 * 0.05)
     assert meter.other_seconds == pytest.approx(5 * 0.2)
     assert meter.data_wait() == pytest.approx(2.5 / 8.5)
+    window, _ = energy.by_gpu()["GPU-a"]
+    assert window == pytest.approx((20 * 0.15 + 3 * 0.2) * 10 + (30 * 0.15 + 3 * 0.2) * 1000)
 
 
-class Meters:
-    """Fake energy counter of a GPU that draws 10 W, and 1000 W from second 1000 on."""
-
-    uuid = "GPU-a"
-
-    def __init__(self, clock: Time) -> None:
-        self.clock = clock
-
-    def joules(self) -> float:
-        return 10 * self.clock.now + 990 * max(0.0, self.clock.now - 1000)
-
-
-def test_energy_of_timed_steps_excludes_warm_up_and_evaluation(clock: Time) -> None:
-    gpu: Any = Meters(clock)
-    energy = usage.Energy([gpu])
-    meter = Meter(1, 60, energy=energy)
-    train(meter, clock, [0.1] * 30)
-    meter.pause()
-    clock.now += 2000
-    meter.resume()
-    train(meter, clock, [0.1] * 30)
-    meter.pause()
-    window, total = energy.by_gpu()["GPU-a"]
-    assert window == pytest.approx(20 * 0.1 * 10 + 30 * 0.1 * 1000)
-    assert total == pytest.approx(10 * 2006 + 990 * (100 + 2006 - 1000))
-
-
-def test_throughput_reports_speed_of_first_and_second_half_of_timed_steps(clock: Time) -> None:
+def test_throughput_of_halves_and_of_the_steps_between_the_last_two_logged_steps(
+    clock: Time,
+) -> None:
     meter = Meter(10, 50)
-    train(meter, clock, [9.0] * 10 + [0.1] * 20 + [0.2] * 20)
+    train(meter, clock, [9.0] * 10)
+    assert meter.recent() is None
+    train(meter, clock, [0.1] * 20)
+    assert meter.recent() == pytest.approx(100)
+    train(meter, clock, [0.2] * 20)
+    assert meter.recent() == pytest.approx(50)
     assert meter.throughput()["halves"] == pytest.approx([100, 50])
 
 
-def test_recent_throughput_covers_the_steps_between_the_last_two_logged_steps(clock: Time) -> None:
-    meter = Meter(10, 40)
-    train(meter, clock, [1.0] * 10)
-    assert meter.recent() is None
-    train(meter, clock, [0.1] * 10)
-    assert meter.recent() == pytest.approx(100)
-    train(meter, clock, [0.2] * 10)
-    assert meter.recent() == pytest.approx(50)
-
-
-def test_gpu_step_time_quantiles_weight_each_timed_interval_by_its_number_of_steps(
+def test_first_gpu_step_and_start_of_the_timed_steps_are_recorded_before_any_step_is_logged(
     clock: Time,
 ) -> None:
-    """An epoch of 37 steps has timed intervals of 10, 10, 10, 1 and 6 steps. The interval of one
-    step comes from a checkpoint that is saved after step 31.
-    """
-    meter = Meter(1, 111, Gpu(clock, 0.1))  # type: ignore[arg-type]
-    for _ in range(3):
-        train(meter, clock, [0.0] * 30, logging=0.0)
-        # The step before the checkpoint is slow, and is a timed interval by itself.
-        train(meter, clock, [0.0], fetch=0.9)
-        train(meter, clock, [0.0] * 6, logging=0.0)
-    measured = meter.throughput()
-    assert measured["step_ms"] == pytest.approx(100)
-    assert measured["images_per_sec"] == pytest.approx(
-        measured["steps_timed"] / measured["seconds_timed"]
-    )
-    intervals = [1000 * s / n for s, n in zip(meter._seconds, meter._steps, strict=True)]
-    assert statistics.quantiles(intervals, n=20)[-1] > 1.5 * measured["step_ms_p95"], (
-        "unweighted quantiles would not differ"
-    )
-
-
-def test_end_of_the_first_gpu_step_is_recorded_before_any_step_is_logged(clock: Time) -> None:
-    gpu = Gpu(clock, 3.0)
-    meter = Meter(1, 100, gpu)  # type: ignore[arg-type]
-    train(meter, clock, [0.001] * 100)
-    assert meter.first_step_at == pytest.approx(103.001)
-    assert meter.first_fetch == 0
+    started_at: list[float] = []
+    gpu: Any = Gpu(clock, 3.0)
+    meter = Meter(1, 100, gpu, start_measuring=lambda: started_at.append(clock.now))
+    train(meter, clock, [0.001] * 100, log_every=100)
+    assert (meter.first_step_at, meter.first_fetch) == (pytest.approx(103.001), 0)
+    assert started_at == [pytest.approx(130, abs=0.01)]
+    assert meter.throughput()["steps_timed"] == 90
     assert gpu.waits == 2, (
         "the process may wait only after the first step and at the start of the measurement"
     )
+    for steps, untimed in ((1, 1), (3, 1), (4, 1), (12, 3), (40, 10), (10_000, 10)):
+        assert Meter(1, steps)._warm_up == untimed
 
 
 def test_parts_of_the_start_add_up_to_the_time_of_the_first_step(
@@ -209,16 +171,6 @@ def test_parts_of_the_start_add_up_to_the_time_of_the_first_step(
     assert list(parts) == ["launch", "data", "setup", "first_batch", "first_step"]
     assert sum(parts.values()) == pytest.approx(meter.first_step_at - began)
     assert describe_start(parts).startswith("7.2 s to")
-
-
-def test_gpu_throughput_measurement_starts_after_10_steps_even_when_steps_are_logged_rarely(
-    clock: Time,
-) -> None:
-    started_at: list[float] = []
-    meter = Meter(1, 100, Gpu(clock, 1.0), start_measuring=lambda: started_at.append(clock.now))  # type: ignore[arg-type]
-    train(meter, clock, [0.0] * 100, log_every=100)
-    assert started_at == [pytest.approx(110)]
-    assert meter.throughput()["steps_timed"] == 90
 
 
 @pytest.mark.parametrize(
@@ -250,21 +202,14 @@ def test_step_time_quantiles_from_intervals_of_several_steps_match_those_of_sing
     assert measured["step_ms_p95"] == pytest.approx(milliseconds[9])
 
 
-def test_throughput_warm_up_is_a_quarter_of_the_steps_and_at_most_10_steps() -> None:
-    for steps, untimed in ((1, 1), (3, 1), (4, 1), (12, 3), (40, 10), (10_000, 10)):
-        assert Meter(1, steps)._warm_up == untimed
-
-
 def test_throughput_is_none_when_run_ends_in_warm_up(clock: Time) -> None:
     meter = Meter(64, 1)
     train(meter, clock, [1.0])
     measured = meter.throughput()
-    assert measured == {
-        "images_per_sec": None,
-        "step_ms": None,
-        "step_ms_p95": None,
-        "steps_timed": 0,
-        "seconds_timed": 0.0,
-        "halves": [None, None],
-    }
+    assert (measured["images_per_sec"], measured["step_ms"], measured["steps_timed"]) == (
+        None,
+        None,
+        0,
+    )
+    assert measured["halves"] == [None, None]
     assert meter.data_wait() is None and meter.recent() is None

@@ -35,6 +35,7 @@ def play(
             assert len(names) == min(waiting.pop(job).count, len(machine["cuda"]))
             running[job] = (now + seconds[job], names)
             schedule.append((now, now + seconds[job], job, names))
+        assert max_jobs is None or len(running) <= max_jobs
         held = [name for _, names in running.values() for name in names]
         assert len(held) == len(set(held)), "a device was assigned twice"
         idle = len(machine["cuda"]) - len(held)
@@ -69,50 +70,28 @@ def test_device_scheduler_never_shares_a_gpu_or_starves_a_large_job() -> None:
         play(needs, [draw.uniform(1, 9) for _ in needs], EIGHT, draw.choice((None, None, 1, 3)))
 
 
-def test_device_scheduler_reserves_free_gpus_for_a_waiting_large_job_before_later_small_jobs() -> (
-    None
-):
-    scheduler = DeviceScheduler(EIGHT)
-    for job in range(6):
-        assert scheduler.start_next([(job, cuda(1))])
-    waiting = [(10, cuda(4)), *((job, cuda(1)) for job in range(11, 99))]
-    assert scheduler.start_next(waiting) is None, "two free devices are reserved"
-    for job in (0, 1):
-        scheduler.release(job)
-    assert scheduler.start_next(waiting) == (10, ["GPU-0", "GPU-1", "GPU-6", "GPU-7"])
-
-
 def test_device_scheduler_runs_cpu_jobs_next_to_gpu_jobs_but_an_exclusive_job_alone() -> None:
-    scheduler = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]})
+    scheduler, cpu = DeviceScheduler({"cuda": ["a", "b"], "cpu": ["0", "1"]}), Requirement("cpu", 1)
     assert scheduler.start_next([(0, cuda(1))]) == (0, ["a"])
-    assert scheduler.start_next([(1, cuda(2)), (2, Requirement("cpu", 1)), (3, cuda(1))]) == (
-        2,
-        ["0"],
-    )
-    assert scheduler.start_next([(1, cuda(2)), (3, cuda(1))]) is None, (
-        "the remaining devices must be reserved for job 1"
-    )
-    assert scheduler.start_next([(4, cuda(1, alone=True))]) is None
+    assert scheduler.start_next([(1, cuda(2)), (2, cpu), (3, cuda(1))]) == (2, ["0"])
+    # The remaining device is reserved for job 1.
+    assert scheduler.start_next([(1, cuda(2)), (3, cuda(1))]) is None
+    alone = (4, cuda(1, alone=True))
+    assert scheduler.start_next([alone]) is None
     scheduler.release(0)
     scheduler.release(2)
     assert scheduler.start_next([(1, cuda(2))]) == (1, ["a", "b"])
-    assert scheduler.start_next([(3, cuda(1)), (2, Requirement("cpu", 1))]) == (2, ["0"]), (
-        "a CPU job must start although all GPUs are in use"
-    )
+    # A job on the CPU starts although all GPUs are in use.
+    assert scheduler.start_next([(3, cuda(1)), (2, cpu)]) == (2, ["0"])
     scheduler.release(1)
     scheduler.release(2)
-    assert scheduler.start_next([(4, cuda(1, alone=True))]) == (4, ["a", "b"])
-    assert scheduler.start_next([(2, Requirement("cpu", 1))]) is None, (
-        "the running job must be alone"
-    )
+    assert scheduler.start_next([alone]) == (4, ["a", "b"])
+    assert scheduler.start_next([(2, cpu)]) is None
 
 
 def test_device_scheduler_starts_jobs_in_order_when_max_jobs_is_1() -> None:
-    scheduler = DeviceScheduler({"cpu": ["0", "1"]}, max_jobs=1)
-    assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, Requirement("cpu", 4))]) == (
-        0,
-        ["0"],
-    )
-    assert scheduler.start_next([(1, Requirement("cpu", 4))]) is None
+    scheduler, all_cores = DeviceScheduler({"cpu": ["0", "1"]}, max_jobs=1), Requirement("cpu", 4)
+    assert scheduler.start_next([(0, Requirement("cpu", 1)), (1, all_cores)]) == (0, ["0"])
+    assert scheduler.start_next([(1, all_cores)]) is None
     scheduler.release(0)
-    assert scheduler.start_next([(1, Requirement("cpu", 4))]) == (1, ["0", "1"])
+    assert scheduler.start_next([(1, all_cores)]) == (1, ["0", "1"])

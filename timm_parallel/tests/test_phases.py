@@ -420,17 +420,14 @@ def test_optimizer_with_a_closure_trains_alike_under_ddp_with_accumulation(
     torch.testing.assert_close(weights_of(tmp_path), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_optimizer_with_a_closure_is_refused_when_it_does_not_call_it(
+def test_optimizer_with_a_closure_is_refused_in_fp16_or_when_it_does_not_call_it(
     train: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ValueError, match=r"^train\.precision=fp16: Closure"):
+        train("position", *CLOSURE, "train.precision=fp16")
     monkeypatch.setattr(Closure, "calls", 0)
     with pytest.raises(RuntimeError, match=r"^optim\.opt: Closure"):
         train("position", *CLOSURE)
-
-
-def test_optimizer_with_a_closure_is_refused_in_fp16(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^train\.precision=fp16: Closure"):
-        start_run(config_of("position", *CLOSURE, "train.precision=fp16"), tmp_path)
 
 
 class Plateau:

@@ -7,10 +7,7 @@ each, and targets of unequal length.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +32,11 @@ from timm_parallel import Run, Training, compose, resolve
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.runtime.step import Step
-from timm_parallel.testing.commands import NOT_HANDED_ON, heed_signals, processes_of
+from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.tests.small_runs import PROJECT, TASKS, contents_of, weights_of
+from timm_parallel.tests.small_runs import TASKS, contents_of, weights_of
 
-LIBRARY = Path(__file__).parents[2]
 # Steps of a run, and a step in the middle of its second epoch at which no metrics are logged.
 STEPS, MIDDLE = 15, 7
 # Strategy of the small project.
@@ -77,39 +73,6 @@ class Job:
     @property
     def processes(self) -> int:
         return self.config.parallel.devices if self.config.parallel.has_ranks else 1
-
-
-def start(folder: Path, *words: str) -> str:
-    """Run a Python command in the folder of the small project, and return its output. The command
-    must exit with 0 within a time limit, and leave no process behind that works in `folder`.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in NOT_HANDED_ON and not name.startswith("PYTEST_")
-    }
-    command = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=PROJECT,
-        env=kept | {"PYTHONPATH": str(LIBRARY)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    )
-    try:
-        out, err = command.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        # The ranks die with the command.
-        command.kill()
-        raise
-    assert command.returncode == 0, f"{out[-3000:]}{err[-3000:]}"
-    until = time.monotonic() + 2
-    while (left := processes_of(folder)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert left == []
-    return out
 
 
 def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
@@ -237,29 +200,6 @@ def assert_equal_bits(folder: Path, expected: Path) -> None:
             assert torch.equal(leaf, expected_leaf) if is_tensor else leaf == expected_leaf
 
 
-# Strategy, world size and number of processes of each job of a sweep over some strategies and the
-# device counts 1 and 2. The job of single on 2 devices is skipped.
-SWEPT = [("single", 1, 1), ("dp", 1, 1), ("dp", 2, 1)]
-SWEPT += [(strategy, n, n) for strategy in ("ddp", "fsdp", EACH) for n in (1, 2)]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=24)
-def test_sweep_over_strategies_and_devices_trains_equally(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    jobs = ("parallel=single,dp,ddp,fsdp,each", "parallel.devices=1,2")
-    more = ("parallel.threads_per_device=1", f"hydra.sweep.dir={folder}")
-    start(folder, "train.py", "-m", *jobs, *more)
-    records = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))["jobs"]
-    done = ["done"] * (len(SWEPT) - 1)
-    assert [job["status"] for job in records] == ["done", "skipped", *done]
-    assert records[1]["code"] == "one_device"
-    finished = [folder / str(number) for number in range(len(records)) if number != 1]
-    results = [result_of(job) for job in finished]
-    assert [(r["strategy"], r["world_size"], r["processes"]) for r in results] == SWEPT
-    assert_equally_trained(finished, TOLERANCE["position"])
-
-
 @pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("task", TASKS)
 def test_task_trains_equally_under_every_strategy_and_accumulation(runs: Path, task: str) -> None:
@@ -353,26 +293,10 @@ REFUSED = {
     "parallel=each parallel.devices=5": "nearest sizes: 10, 15",
     "data.batch_size=62": "use 61 or less",
 }
-REFUSE = """
-import contextlib, io, json, sys
-from small.app import app
-from timm_parallel.entry import run_command
-
-ends = []
-for line in json.loads(sys.argv[1]):
-    sys.argv = ["train.py", *line.split()]
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        ends.append((run_command(app), err.getvalue()))
-print(json.dumps(ends))
-"""
 
 
-def test_command_with_a_wrong_key_value_or_name_is_refused_with_a_fix(tmp_path: Path) -> None:
-    # Run all commands in one process, because importing Hydra takes most of the time.
-    folder = f"hydra.run.dir={tmp_path / 'run'}"
-    lines = [f"{line} {folder}" for line in REFUSED]
-    ends = json.loads(start(tmp_path, "-c", REFUSE, json.dumps(lines)))
-    for (line, fix), (code, message) in zip(REFUSED.items(), ends, strict=True):
-        assert (code, len(message.splitlines())) == (2, 1), f"{line}: {message}"
-        assert fix in message, line
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("line", REFUSED)
+def test_command_with_a_wrong_key_value_or_name_is_refused_with_a_fix(
+    refuse: Refuse, line: str
+) -> None:
+    assert REFUSED[line] in refuse(*line.split())

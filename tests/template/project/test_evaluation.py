@@ -38,23 +38,13 @@ from timm_parallel.testing.commands import Finished
 
 
 def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:
-    there = (
-        "cluster=slurm",
-        "cluster.submit=false",
-        "cluster.gpus=1",
-        "cluster.nodes=2",
-        "parallel=ddp",
-    )
-    save_config(resolved(*there), tmp_path)
+    slurm = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2")
+    save_config(resolved(*slurm, "parallel=ddp"), tmp_path)
     parallel = compose_evaluation(tmp_path, [], None).parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
-    assert (
-        compose_evaluation(
-            tmp_path, ["parallel=ddp", "parallel.backend=gloo"], Ranks(0, 2, 0, 2)
-        ).parallel.devices
-        == 2
-    )
+    spread = ["parallel=ddp", "parallel.backend=gloo"]
+    assert compose_evaluation(tmp_path, spread, Ranks(0, 2, 0, 2)).parallel.devices == 2
 
 
 def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
@@ -80,31 +70,11 @@ def _flip(image: Tensor) -> Tensor:
     return image.flip(1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["parallel.devices=2"], "parallel.devices=2: single uses one device"),
-        (["parallel=ddp", "parallel.dim=1"], "parallel.dim=1: an option of dp"),
-        (["data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
-    ],
-)
-def test_evaluation_refuses_conflicting_config_keys_with_and_without_a_run_folder(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    save_config(resolved("parallel=single"), tmp_path)
-    for run, model_of in ((tmp_path, []), (None, ["model.weights=" + __file__])):
-        with pytest.raises(ValueError, match=message):
-            compose_evaluation(run, [*model_of, *overrides], None)
-
-
 def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
     save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    model = compose_evaluation(tmp_path, [], None).model
-    assert isinstance(model, ModelConfig) and not model.compile
-    assert (
-        compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None).parallel.strategy
-        == "dp"
-    )
+    config = compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None)
+    assert isinstance(config.model, ModelConfig) and not config.model.compile
+    assert config.parallel.strategy == "dp"
 
 
 def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
@@ -124,25 +94,15 @@ def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def with_sigmoids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run with one sigmoid per class and a head with more classes than the data."""
-    overrides = (
-        "parallel=single",
-        "train.loss=bce",
-        "train.smoothing=0.1",
-        "model.num_classes=13",
-        "train.epochs=1",
-    )
-    return run_warm(
-        tmp_path_factory.mktemp("sigmoids") / "run", *overrides, "checkpoint.metric=val/loss"
-    )
-
-
-def test_bce_evaluation_ignores_outputs_beyond_the_classes_of_the_dataset(
-    with_sigmoids: Path, capsys: pytest.CaptureFixture[str]
+def test_bce_evaluation_and_prediction_ignore_outputs_beyond_the_classes_of_the_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
+    words = (
+        *("train.loss=bce", "train.smoothing=0.1", "model.num_classes=13"),
+        *("parallel=single", "train.epochs=1", "checkpoint.metric=val/loss"),
+    )
+    run, photos = run_warm(tmp_path / "run", *words), tmp_path / "photos"
+    trained = load_trained(run, None, None, torch.device("cpu"))
     data = build_dataset(trained.config.data).val
     assert isinstance(data, InMemory)
     mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
@@ -152,29 +112,19 @@ def test_bce_evaluation_ignores_outputs_beyond_the_classes_of_the_dataset(
     odds = scores[:, :10].sigmoid().double()
     is_class = functional.one_hot(data.labels, 10).bool()
     wanted = -torch.where(is_class, odds, 1 - odds).log().mean().item()
-    assert read_result(with_sigmoids).val["loss"] == pytest.approx(wanted, rel=1e-5)
-    saved = torch.load(with_sigmoids / "checkpoints" / "best.pt", weights_only=True)
+    assert read_result(run).val["loss"] == pytest.approx(wanted, rel=1e-5)
+    saved = torch.load(run / "checkpoints" / "best.pt", weights_only=True)
     assert saved["progress"]["best"] == pytest.approx(-wanted, rel=1e-5)
-    assert entry.main([f"run={with_sigmoids}", "split=val"]) == 0
+    assert entry.main([f"run={run}", "split=val"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_bce_prediction_returns_sigmoid_of_each_class(with_sigmoids: Path, tmp_path: Path) -> None:
-    trained = load_trained(with_sigmoids, None, None, torch.device("cpu"))
-    image = build_dataset(trained.config.data).val[0][0]
-    Image.fromarray(image[0].numpy()).save(tmp_path / "digit.png")
-    mean, std = trained.preprocessing.mean[0], trained.preprocessing.std[0]
-    with torch.no_grad():
-        scores = trained.model((image[None] / 255 - mean) / std)[0, :10]
-    parallel = ResolvedParallel(strategy="single", accelerator="cpu")
-    asked = PredictionRequest(
-        with_sigmoids, tmp_path, None, None, topk=10, batch_size=1, workers=0, parallel=parallel
-    )
-    predictions = predict(asked, Ranks(), None)
-    (actual,) = predictions.values()
+    photos.mkdir()
+    Image.fromarray(data.images[0][0].numpy()).save(photos / "digit.png")
+    single = ResolvedParallel(strategy="single", accelerator="cpu")
+    request = PredictionRequest(run, photos, None, None, 10, 1, 0, single)
+    (actual,) = predict(request, Ranks(), None).values()
     assert actual is not None
     shares = [actual[f"probability_{place}"] for place in range(1, 11)]
-    assert shares == pytest.approx(sorted(scores.sigmoid().tolist(), reverse=True), rel=1e-4)
+    assert shares == pytest.approx(sorted(odds[0].tolist(), reverse=True), rel=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
@@ -213,7 +163,9 @@ def test_evaluate_py_prints_null_for_a_metric_that_is_not_a_number(
 
 
 @pytest.mark.slow(seconds=14)
-def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finished) -> None:
+def test_evaluate_py_reproduces_metrics_of_best_and_last_checkpoint(
+    finished_run: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run_python("evaluate.py", f"run={finished_run.folder}")
     assert done.returncode == 0, done.stderr
     actual = {line["split"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -223,17 +175,11 @@ def test_evaluate_py_reproduces_metrics_of_best_checkpoint(finished_run: Finishe
     for key in ("correct", "samples", "acc", "acc5", "acc_per_class"):
         assert actual["test"][key] == result["test"][key], key
     assert actual["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-6)
-
-
-@pytest.mark.processes
-def test_evaluate_py_reproduces_metrics_of_last_checkpoint(
-    finished_run: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
     words = ("split=val", "checkpoint=last", "data.batch_size=7")
     assert entry.main([f"run={finished_run.folder}", *words]) == 0
-    actual = json.loads(capsys.readouterr().out)
-    assert actual["correct"] == finished_run.result["val"]["correct"]
-    assert actual["loss"] == pytest.approx(finished_run.result["val"]["loss"], rel=1e-6)
+    last = json.loads(capsys.readouterr().out)
+    assert last["correct"] == result["val"]["correct"]
+    assert last["loss"] == pytest.approx(result["val"]["loss"], rel=1e-6)
 
 
 def damaged(folder: Path) -> str:
@@ -268,6 +214,9 @@ def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
     assert reason in err and err.startswith("evaluate.py: ")
 
 
+OWN_WEIGHTS = f"model.weights={__file__}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
@@ -284,6 +233,8 @@ def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
         (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
+        ([OWN_WEIGHTS, "parallel.devices=2"], "parallel.devices=2: single uses one device"),
+        ([OWN_WEIGHTS, "data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
     ],
 )
 def test_evaluate_py_refuses_invalid_arguments_in_one_line(

@@ -135,17 +135,10 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
 
 
 @pytest.mark.slow(seconds=2)
-def test_single_and_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Path) -> None:
-    alone, spread = tmp_path / "single", tmp_path / "ddp"
-    train(Ranks(), None, str(alone), True, "parallel=single")
-    assert in_ranks(train, 2, str(spread), True, "parallel=ddp", "parallel.devices=2") == [
-        "bf16",
-        "bf16",
-    ]
-    assert [load_config(folder).train.precision for folder in (alone, spread)] == [
-        "bf16",
-        "bf16",
-    ]
+def test_ranks_of_ddp_train_in_the_same_precision_that_auto_chose(tmp_path: Path) -> None:
+    words = ("parallel=ddp", "parallel.devices=2")
+    assert in_ranks(train, 2, str(tmp_path), True, *words) == ["bf16", "bf16"]
+    assert load_config(tmp_path).train.precision == "bf16"
 
 
 def test_resume_keeps_the_formats_that_the_run_has_chosen_for_auto(tmp_path: Path) -> None:

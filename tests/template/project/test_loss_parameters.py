@@ -1,4 +1,6 @@
-"""Parameters of a loss are trained and saved, but not exported."""
+"""Parameters of a loss are trained and saved, but not exported. test_examples.py trains one under
+several strategies.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,7 @@ import hashlib
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch.nn import functional
 from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
-from tests.template.runs import losses_of, parts_of, resolved, task_of, train_run
+from tests.template.runs import parts_of, resolved, task_of, train_run
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
@@ -34,7 +34,6 @@ from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
-from timm_parallel.testing.ranks import in_ranks
 
 # Total number of steps in two epochs.
 STEPS = 8
@@ -49,12 +48,6 @@ SETTINGS = (
     "parallel.accelerator=cpu",
     "model.ema.decay=0.9",
 )
-SPREADS = {
-    "single": ("parallel=single",),
-    "dp": ("parallel=dp", "parallel.devices=2"),
-    "ddp": ("parallel=ddp", "parallel.devices=2"),
-    "fsdp": ("parallel=fsdp", "parallel.devices=2"),
-}
 # Module name under which configs find this file, because they may name only classes of src/.
 HERE = "src.loss_parameters_of_test"
 sys.modules[HERE] = sys.modules[__name__]
@@ -89,33 +82,15 @@ def config_of(*overrides: str) -> ResolvedConfig:
     return config
 
 
-def train(ranks: Ranks, store: Any, folder: str, config: ResolvedConfig) -> None:
-    torch.set_num_threads(1)
-    train_run(config, Path(folder), ranks, store)
-
-
-def train_in(folder: Path, config: ResolvedConfig) -> Path:
-    prepare(config, folder)
-    if config.parallel.has_ranks:
-        in_ranks(train, config.parallel.devices, str(folder), config)
-    else:
-        train(Ranks(), None, str(folder), config)
-    return folder
-
-
 def contents(folder: Path, name: str = "last") -> dict[str, Any]:
     return checkpoint.load(folder / "checkpoints" / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function `spread -> run folder`. Each spread trains once."""
-    base = tmp_path_factory.mktemp("loss_parameters")
-
-    def folder(spread: str) -> Path:
-        at = base / spread
-        return at if at.exists() else train_in(at, config_of(*SPREADS[spread]))
-
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, config = tmp_path_factory.mktemp("loss_parameters"), config_of("parallel=single")
+    prepare(config, folder)
+    train_run(config, folder)
     return folder
 
 
@@ -128,29 +103,17 @@ def saved(run: RunParts) -> dict[str, Any]:
     return saving.snapshot(run.state, run.strategy)
 
 
-@pytest.mark.parametrize("spread", ["ddp", "dp", "fsdp"])
-@pytest.mark.slow(seconds=7)
-@pytest.mark.sample(4)
-def test_loss_with_parameters_trains_equally_under_every_strategy(
-    trained: Callable[[str], Path], spread: str
-) -> None:
-    expected, actual = contents(trained("single")), contents(trained(spread))
-    assert losses_of(trained(spread)) == pytest.approx(losses_of(trained("single")), rel=1e-5)
-    theirs, ours = expected["networks"]["loss"], actual["networks"]["loss"]
-    assert list(ours) == list(theirs) == NAMES
-    for name in ("centers", "temperature"):
-        assert torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5), name
-    assert read_result(trained(spread)).proof["hashes_equal"]
-
-
 @pytest.mark.slow(seconds=2)
-def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
-    trained: Callable[[str], Path],
+def test_parameters_of_a_loss_are_trained_and_hashed_with_weight_decay_for_matrices_only(
+    trained: Path,
 ) -> None:
-    last, initial = contents(trained("single")), built().state.own_tensors("loss")
-    own = last["networks"]["loss"]
+    last, initial = contents(trained), built().state.own_tensors("loss")
+    own, digest = last["networks"]["loss"], hashlib.sha256()
     for name in ("centers", "temperature"):
         assert (own[name] - initial[name]).abs().max() > 1e-4, name
+    for tensor in (*last["model"].values(), own["centers"], own["temperature"]):
+        digest.update(tensor.numpy().tobytes())
+    assert read_result(trained).parameters_hash == digest.hexdigest()[:16]
     assert own["batches"] == 2 * STEPS
     groups = {
         tuple(group["params"]): group["weight_decay"]
@@ -159,29 +122,23 @@ def test_parameters_of_a_loss_are_trained_with_weight_decay_for_matrices_only(
     assert groups == {("loss.temperature",): 0.0, ("loss.centers",): 0.05}
 
 
-def test_parameters_of_a_loss_are_scaled_by_head_lr_scale_but_not_by_layer_decay() -> None:
-    state = built("optim.head_lr_scale=10", "optim.layer_decay=0.5", "optim.lr=1e-3").state
+def test_loss_is_trained_like_the_head_and_never_frozen() -> None:
+    words = ("optim.head_lr_scale=10", "optim.layer_decay=0.5", "model.freeze=backbone")
+    state = built(*words).state
     groups = state.phases[0].optimizer.param_groups
     scale_of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    trained = {name for name, parameter in state.named_parameters() if parameter.requires_grad}
+    assert trained == {"head.weight", "head.bias", "loss.centers", "loss.temperature"}
     own = state.networks["loss"].parameters()
     assert [scale_of[id(parameter)] for parameter in own] == [10.0, 10.0]
 
 
-def test_freezing_the_backbone_leaves_the_parameters_of_a_loss_trainable() -> None:
-    state = built("model.freeze=backbone").state
-    trainable = {name.partition(".")[0] for name, p in state.named_parameters() if p.requires_grad}
-    assert trainable == {"head", "loss"}
-    (phase,) = state.phases
-    assert sum(len(group["params"]) for group in phase.optimizer.param_groups) == 4
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 0.5), ("agc", 10.0)])
+# Adaptive clipping (agc) does not change the head.
+@pytest.mark.parametrize(("mode", "expected"), [("norm", 5.0), ("value", 5.0), ("agc", 10.0)])
 def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     mode: str, expected: float
 ) -> None:
-    run = built(
-        "optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}"
-    )
+    run = built("optim.clip_grad=5", f"optim.clip_mode={mode}")
     step = Step(run, iter(()), MetricWindow(run.strategy.device, run.progress), is_logged=True)
     for parameter in run.state.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -190,33 +147,18 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     temperature.grad.fill_(10)
     step._clip(run.state.phases[0])
     assert step._norms["train"] == 10
-    # Adaptive clipping (agc) does not change the head.
     assert temperature.grad.item() == pytest.approx(expected)
 
 
-def test_optimizer_without_a_trainable_parameter_is_refused() -> None:
-    (phase,) = built().state.phases
-    phase.optimizer.param_groups.pop()
-    with pytest.raises(ValueError, match=r"loss\.centers"):
-        check_is_complete(phase.optimizer, phase.parameters)
-
-
-@pytest.mark.slow(seconds=1)
-def test_parameters_hash_of_a_run_covers_the_parameters_of_the_loss(
-    trained: Callable[[str], Path],
-) -> None:
-    last, digest = contents(trained("single")), hashlib.sha256()
-    own = [last["networks"]["loss"][name] for name in ("centers", "temperature")]
-    for tensor in (*last["model"].values(), *own):
-        digest.update(tensor.numpy().tobytes())
-    assert read_result(trained("single")).parameters_hash == digest.hexdigest()[:16]
-
-
-def test_checkpoint_of_a_loss_with_a_non_finite_parameter_is_not_saved() -> None:
+def test_optimizer_without_a_trainable_parameter_and_weights_that_are_nan_are_refused() -> None:
     run = built()
     dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
         saving.checkpoint_of(run, [])
+    (phase,) = run.state.phases
+    phase.optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match=r"loss\.centers"):
+        check_is_complete(phase.optimizer, phase.parameters)
 
 
 @pytest.mark.slow(seconds=2)
@@ -230,30 +172,28 @@ def test_checkpoint_without_the_parameters_of_the_loss_is_refused_in_one_line() 
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("loss", ["ce", "bce", "asl"])
-def test_built_in_losses_store_no_class_weights_in_checkpoints(loss: str) -> None:
-    name = "multilabel" if loss == "asl" else "classification"
-    train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
-    task = task_of(10, train)
-    task.prepare(None)
-    criterion = task.networks(nn.Identity())["loss"]
-    assert list(criterion.buffers())
-    assert not criterion.state_dict()
-    assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
+def test_built_in_losses_store_no_class_weights_in_checkpoints() -> None:
+    tasks = {"ce": "classification", "bce": "classification", "asl": "multilabel"}
+    for loss, name in tasks.items():
+        train = TrainConfig(task=name, loss=loss, class_weights=torch.rand(10).tolist())
+        task = task_of(10, train)
+        task.prepare(None)
+        criterion = task.networks(nn.Identity())["loss"]
+        assert list(criterion.buffers())
+        assert not criterion.state_dict()
+        assert has_only_batch_norm_buffers(criterion), "ddp would send class weights in every step"
 
 
-def test_exported_model_contains_no_parameters_of_the_loss(
-    trained: Callable[[str], Path], tmp_path: Path
-) -> None:
-    run = shutil.copytree(trained("single"), tmp_path / "run")
+def test_exported_model_contains_no_parameters_of_the_loss(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
     # Replace the loss in the config, because loading checks that the class is in src/.
     text = (run / "config.yaml").read_text().replace(f"{HERE}.ArcFace", "ce")
     (run / "config.yaml").write_text(text)
     export_safetensors(load_trained(run, None, None, torch.device("cpu")), tmp_path)
     exported = load_file(tmp_path / "model.safetensors")
-    assert exported.keys() == contents(trained("single"))["model"].keys()
-    fresh = built(f"model.weights={trained('single')}/checkpoints/best.pt").state
-    own = contents(trained("single"))["networks"]["loss"]
+    assert exported.keys() == contents(trained)["model"].keys()
+    fresh = built(f"model.weights={trained}/checkpoints/best.pt").state
+    own = contents(trained)["networks"]["loss"]
     assert not torch.equal(fresh.own_tensors("loss")["centers"], own["centers"])
 
 
@@ -270,21 +210,18 @@ def test_dp_moves_the_loss_to_the_device_of_the_outputs() -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
+class Reader(nn.Module):
+    reads = ("smoothing", "mixup")
+
+    def __init__(self, smoothing: float) -> None:
+        super().__init__()
+        self.smoothing = smoothing
+
+
 @pytest.mark.parametrize(("mixup", "expected"), [(0.0, 0.1), (0.2, 0.0)])
 def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
-    mixup: float, expected: float, monkeypatch: pytest.MonkeyPatch
+    mixup: float, expected: float
 ) -> None:
-    class Reader(nn.Module):
-        reads = ("smoothing", "mixup")
-
-        def __init__(self, smoothing: float) -> None:
-            super().__init__()
-            self.smoothing = smoothing
-
-    module = ModuleType("src.train.reader")
-    module.Reader = Reader  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    train = TrainConfig(loss="src.train.reader.Reader", smoothing=0.1)
+    train = TrainConfig(loss=f"{HERE}.Reader", smoothing=0.1)
     criterion = task_of(3, train, mixup=mixup).networks(nn.Identity())["loss"]
-    assert isinstance(criterion, Reader)
     assert criterion.smoothing == expected

@@ -15,6 +15,7 @@ from PIL import Image
 
 import timm_parallel.entry
 from src.app import app
+from tests.template.runs import draw_images
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
@@ -80,19 +81,10 @@ def run_command(
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write eight images of different sizes per class, also as tars and as a CSV."""
-    from PIL import Image
-
+    """Write eight images per class, also as tars and as a CSV."""
     root = tmp_path_factory.mktemp("images")
+    draw_images(root, "train/a", "train/b", "val/a", "val/b", count=8, size=24)
     for split in ("train", "val"):
-        for label, name in enumerate(("dark", "light")):
-            (root / split / name).mkdir(parents=True)
-            for number in range(8):
-                suffix = "png" if number else "jpg"
-                colour = (200 * label, 8 * number, 20)
-                Image.new("RGB", (24 + number, 20), colour).save(
-                    root / split / name / f"{number}.{suffix}"
-                )
         with tarfile.open(root / f"{split}.tar", "w") as archive:
             archive.add(root / split, arcname=".")
     files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*/*"))

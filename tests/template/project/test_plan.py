@@ -111,15 +111,6 @@ def test_plan_predicts_steps_parameters_and_flops_of_a_real_ddp_run(tmp_path: Pa
     assert planned.flops_per_step == result["flops_per_step"]
 
 
-@pytest.mark.slow(seconds=2)
-def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices() -> None:
-    auto, fixed = (
-        plan([*TINY, "parallel=ddp", f"train.accumulate={value}"], [2]) for value in ("auto", "1")
-    )
-    assert auto == fixed
-    assert auto[0].reason == ""
-
-
 @pytest.mark.slow(seconds=3)
 def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() -> None:
     overrides = ("model.ema.decay=0.9", "data.batch_size=16")
@@ -137,7 +128,8 @@ def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() ->
 
 @pytest.mark.slow(seconds=1)
 def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible_batches() -> None:
-    plans = plan([*WORDS, "data.batch_size=64"], [1, 3, 64])
+    # accumulate=auto does not split the batch.
+    plans = plan([*WORDS, "data.batch_size=64", "train.accumulate=auto"], [1, 3, 64])
     assert [bool(row.reason) for row in plans] == [False, True, False]
     assert "63, 66" in plans[1].reason
     assert (plans[2].strategy, plans[2].batch_size_per_device, plans[2].images_per_device) == (
@@ -153,86 +145,65 @@ def test_plan_accepts_more_devices_than_the_machine_has_and_explains_indivisible
 class RemembersItsInput(nn.Module):
     """Model that keeps a tensor of its first batch and draws random numbers."""
 
-    calls: torch.Tensor
-
-    def __init__(self, reads_a_value: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.drop, self.reads_a_value = nn.Linear(12, 5), nn.Dropout(0.5), reads_a_value
-        self.register_buffer("calls", torch.zeros(()))
+        self.layer, self.norm, self.drop = nn.Linear(12, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
         self.first: torch.Tensor | None = None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.first = images if self.first is None else self.first
-        self.calls += 1
-        outputs: torch.Tensor = self.drop(self.layer(images.flatten(1)))
-        return outputs * outputs.max().item() if self.reads_a_value else outputs
+        outputs: torch.Tensor = self.drop(self.norm(self.layer(images.flatten(1))))
+        return outputs
 
 
-@pytest.mark.parametrize("reads_a_value", [False, True])
-def test_flop_count_leaves_model_and_random_state_unchanged_and_is_none_when_impossible(
-    reads_a_value: bool,
-) -> None:
-    model = RemembersItsInput(reads_a_value)
-    before, state = (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        torch.get_rng_state(),
-    )
+def test_flop_count_leaves_model_and_random_state_unchanged() -> None:
+    model = RemembersItsInput()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
     # A multiply-add counts as 2 FLOPs. The input needs no gradient, so the backward pass costs as
     # much as the forward pass.
     task = task_of(5)
     networks = Networks(task.networks(model))
     sample = Batch({"image": torch.zeros(2, 3, 2, 2), "target": torch.zeros(2, dtype=torch.int64)})
-    counted = count_flops(task, networks, sample.stretched(7))
-    assert counted == (None if reads_a_value else 2 * 2 * 7 * 12 * 5)
+    assert count_flops(task, networks, sample.stretched(7)) == 2 * 2 * 7 * 12 * 5
     assert model.first is None and model.layer.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow(seconds=2)
-def test_plan_flops_of_a_vision_transformer_include_attention() -> None:
-    """FLOPs are counted without a fused kernel. A multiply-add counts as 2, and the backward pass
-    as two forward passes.
-    """
-    overrides = (
-        "model=resnet18",
-        "data=synthetic",
-        "data.kwargs.num_samples=8",
-        "data.batch_size=2",
-        "data.image_size=224",
-    )
-    actual = plan([*overrides, "model.name=vit_small_patch16_224", "optim.warmup_epochs=0"], [1])[0]
-    tokens, width, depth = 197, 384, 12
-    attention = 3 * depth * 2 * (2 * tokens**2 * width)
-    assert costs_of(actual)[0] / 2 == pytest.approx(27.475e9, rel=1e-3)
-    assert attention == pytest.approx(2.146e9, rel=1e-3)
-
-
-@pytest.mark.slow(seconds=2)
 def test_plan_py_needs_no_dataset_when_images_and_classes_are_given(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        plan_script.main([*LARGE, "images=1281167", "classes=1000", "train.epochs=300", "--json"])
-        == 0
-    )
+    """FLOPs are counted without a fused kernel. A multiply-add counts as 2, and the backward pass
+    as two forward passes.
+    """
+    words = ("images=1281167", "classes=1000", "train.epochs=300", "--json")
+    assert plan_script.main([*LARGE, *words]) == 0
     [actual] = json.loads(capfd.readouterr().out)
     assert actual["images"] == 1_281_167
     assert actual["steps"] == 300 * (1_281_167 // actual["batch_size"])
     assert actual["parameters"] == 22_050_664, "of vit_small_patch16_224 with 1,000 classes"
+    # With attention, which has 2.1 GFLOPs, and the head.
+    assert actual["flops_per_step"] / actual["batch_size"] == pytest.approx(27.48e9, rel=1e-3)
 
 
-@pytest.mark.parametrize(("word", "other"), [("images=1000", "classes"), ("classes=10", "images")])
-def test_plan_py_refuses_images_without_classes_and_classes_without_images(
-    word: str, other: str, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("images=1000", "images=1000: needs classes"),
+        ("classes=10", "classes=10: needs images"),
+        ("parallel.devices=0", "parallel.devices: '0': expected"),
+        ("modle=tiny", "modle"),
+    ],
+)
+def test_plan_py_refuses_bad_arguments_in_one_line(
+    word: str, fix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert plan_script.main([*WORDS, word]) == 2
     out, err = capfd.readouterr()
-    assert (
-        out == ""
-        and err.startswith(f"plan.py: {word}: needs {other}")
-        and len(err.splitlines()) == 1
-    )
+    assert out == "" and err.startswith("plan.py: ") and len(err.splitlines()) == 1
+    assert fix in err
 
 
 @pytest.mark.slow(seconds=4)
@@ -264,12 +235,3 @@ def test_plan_measures_losses_that_gather_samples_and_says_when_losses_need_valu
     assert min(costs_of(plans[0])) > 0 and plans[0].warnings == []
     assert (plans[1].flops_per_step, plans[1].bytes_per_device) == (None, None)
     assert (plans[1].steps, plans[1].warnings) == (plans[0].steps, [UNKNOWN])
-
-
-@pytest.mark.parametrize("word", ["parallel.devices=0", "modle=tiny"])
-def test_plan_py_refuses_bad_arguments_in_one_line(
-    word: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert plan_script.main([word]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.startswith("plan.py: ") and len(err.splitlines()) == 1

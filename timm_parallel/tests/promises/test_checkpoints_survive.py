@@ -168,7 +168,7 @@ def test_checkpoint_load_error_names_the_truncated_file(
     assert "\n" not in str(refusal.value)
 
 
-def test_load_newest_checkpoint_skips_and_logs_damaged_files(
+def test_load_newest_checkpoint_skips_damaged_files_and_those_of_a_killed_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -177,12 +177,15 @@ def test_load_newest_checkpoint_skips_and_logs_damaged_files(
     for name in ("last.pt", "step_3.pt"):
         (folder / name).unlink()
         (folder / name).write_bytes(b"damaged")
+    (folder / ".step_4.pt.tmp").write_bytes(os.urandom(100))
+    (folder / ".step_4.json.4711.tmp").write_text("{")
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and step_in(newest[0]) == 2
     assert "last.pt: damaged" in caplog.text
     checkpoint.save(folder, contents(4), 4, keep=1, is_best=False)
     assert step_in(folder / "last.pt") == 4
     assert step_in(folder / "best.pt") == 1
+    assert not list(folder.glob(".*"))
 
 
 def test_checkpoint_save_deletes_checkpoints_of_later_steps_from_an_abandoned_attempt(
@@ -225,14 +228,3 @@ def test_checkpoint_save_keeps_earlier_files_when_a_file_size_limit_stops_the_wr
     assert "step_8.pt" in message
     assert "MiB free" in message and "earlier checkpoints are untouched" in message
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_load_newest_checkpoint_ignores_temporary_files_of_a_killed_save(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    checkpoint.save(folder, contents(1), 1, keep=1, is_best=False)
-    (folder / ".step_2.pt.tmp").write_bytes(os.urandom(100))
-    (folder / ".step_2.json.4711.tmp").write_text("{")
-    newest = checkpoint.load_newest(tmp_path)
-    assert newest is not None and step_in(newest[0]) == 1
-    checkpoint.save(folder, contents(2), 2, keep=1, is_best=False)
-    assert not list(folder.glob(".*"))

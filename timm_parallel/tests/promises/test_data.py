@@ -241,7 +241,8 @@ def scanned(kind: str) -> bytes:
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize(
-    "kind", ["baseline", "progressive", "gray", *(f"exif_{number}" for number in range(2, 9))]
+    "kind",
+    ["baseline", "progressive", "gray", "cmyk", *(f"exif_{number}" for number in range(2, 9))],
 )
 def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
     """The metrics of a run must not depend on the decoder. For grayscale output, both decoders
@@ -250,8 +251,9 @@ def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> No
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
-        expected = from_pil(opened, mode)
-    assert torch.equal(decode(data, kind, mode), expected)
+        difference = decode(data, kind, mode).int() - from_pil(opened, mode).int()
+    # The decoders round differently when they convert CMYK to RGB.
+    assert difference.abs().max() <= (2 if kind == "cmyk" else 0)
 
 
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
@@ -270,14 +272,6 @@ def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
     finally:
         find_jpeg_decoder.cache_clear()
     assert sum("torchcodec" in line for line in caplog.messages) == 1
-
-
-def test_pixel_values_of_a_decoded_cmyk_jpeg_differ_from_pil_by_at_most_2() -> None:
-    """PIL and the JPEG decoder round pixel values differently when they convert CMYK to RGB."""
-    data = scanned("cmyk")
-    with Image.open(io.BytesIO(data)) as opened:
-        difference = decode(data, "cmyk").int() - from_pil(opened).int()
-    assert difference.abs().max() <= 2
 
 
 @pytest.mark.parametrize("name", BAD)

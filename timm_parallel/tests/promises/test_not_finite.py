@@ -89,16 +89,6 @@ def test_non_finite_weights_are_not_saved_when_loss_is_finite(tmp_path: Path) ->
         assert all(tensor.isfinite().all() for tensor in checkpoint.load(path)["model"].values())
 
 
-@pytest.mark.slow(seconds=2)
-def test_fp16_overflow_does_not_stop_the_run(tmp_path: Path) -> None:
-    """The gradient scaler halves its scale until the gradients are finite. The skipped steps do not
-    count as non-finite steps.
-    """
-    overrides = ("train.precision=fp16", "train.epochs=1")
-    ended = in_ranks(train, 1, str(tmp_path), overrides, set(), 0)
-    assert ended[0]["message"] == ""
-
-
 class OverflowingHead(nn.Module):
     """Classifier head whose weight gradient has one infinite row in one training batch. Under fsdp,
     only one rank holds this row.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -61,40 +62,30 @@ def test_exception_on_one_rank_ends_the_ddp_run_and_error_names_rank_and_log(tra
 # Other combinations of signal and strategy are tested in test_resume.py (SIGUSR1, ddp). Tests below
 # send SIGINT to ddp.
 STOPS = [
-    pytest.param("dp", signal.SIGHUP, 0, id="SIGHUP-dp"),
-    pytest.param("fsdp", signal.SIGTERM, 1, id="SIGTERM-fsdp-with-a-loader-worker"),
+    pytest.param("dp", signal.SIGHUP, os.kill, 0, id="SIGHUP-dp"),
+    pytest.param("fsdp", signal.SIGTERM, os.kill, 1, id="SIGTERM-fsdp-with-a-loader-worker"),
+    pytest.param("ddp", signal.SIGINT, os.killpg, 1, id="SIGINT-to-the-process-group-of-ddp"),
 ]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("strategy", "number", "workers"), STOPS)
+@pytest.mark.parametrize(("strategy", "number", "send", "workers"), STOPS)
 @pytest.mark.slow(seconds=7)
 def test_signal_to_train_py_stops_all_processes_within_15_seconds(
-    train: Train, strategy: str, number: int, workers: int
+    train: Train, strategy: str, number: int, send: Callable[[int, int], None], workers: int
 ) -> None:
-    running = train.start(
-        f"parallel={strategy}", "parallel.devices=2", f"data.workers={workers}", *ENDLESS
-    )
+    words = (f"parallel={strategy}", "parallel.devices=2", f"data.workers={workers}")
+    running = train.start(*words, *ENDLESS)
     running.wait_for_steps()
-    done = running.signal(number)
+    send(running.process.pid, number)
+    running.started = time.monotonic()
+    done = running.finish()
     assert done.returncode == 128 + number, done.output
     assert done.seconds < 15
     assert done.result["status"] == "interrupted"
     assert signal.Signals(number).name in done.result["reason"]
     assert f"resume={done.folder}" in done.stderr
     assert "Traceback" not in done.output
-    assert train.left_after(5) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_sigint_to_the_process_group_stops_a_ddp_run(train: Train) -> None:
-    running = train.start(*TWO, *ENDLESS, "data.workers=1")
-    running.wait_for_steps()
-    os.killpg(running.process.pid, signal.SIGINT)
-    running.started = time.monotonic()
-    done = running.finish()
-    assert (done.returncode, done.result["status"]) == (130, "interrupted"), done.output
     assert train.left_after(5) == []
 
 

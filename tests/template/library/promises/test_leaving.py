@@ -15,21 +15,19 @@ import torch
 from src.data.transforms import OnImage
 from tests.template.runs import cpu_loader, run_python
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.data.loader import BatchFetcher
+from timm_parallel.data.loader import BatchFetcher, TrainLoader
 from timm_parallel.data.samplers import TrainSampler
 from timm_parallel.machine.process_exit import exit_at_once, exit_process
 from timm_parallel.task import Targets
 from timm_parallel.testing.ranks import warm_processes
 
-# Script of a failed rank. BACKEND is the backend that the process group reports. BLOCKS is the time
-# in seconds that a destructor waits. CODE is the exit code.
+# Script of a failed rank. BLOCKS is the time in seconds that a destructor waits. CODE is the exit
+# code.
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
 from timm_parallel.machine.process_exit import exit_process
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-if "BACKEND" != "gloo":
-    dist.get_backend = lambda: "BACKEND"
 class Communicators:
     def __del__(self, write=os.write, wait=threading.Event().wait):
         write(1, b"destructor\\n")
@@ -41,23 +39,17 @@ exit_process(CODE)
 """
 
 
-def left(backend: str, code: int, blocks: float) -> tuple[int, list[str]]:
-    script = (
-        FAILED.replace("BACKEND", backend).replace("CODE", str(code)).replace("BLOCKS", str(blocks))
-    )
-    done = run_python("-c", script)
+def left(code: int, blocks: float) -> tuple[int, list[str]]:
+    done = run_python("-c", FAILED.replace("CODE", str(code)).replace("BLOCKS", str(blocks)))
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_exit_process_skips_destructors_when_a_rank_failed_or_was_stopped() -> None:
-    assert left("nccl", 1, blocks=600) == (1, ["last words", "exit handler"])
-    assert left("nccl", 143, blocks=600) == (143, ["last words", "exit handler"])
-    assert left("gloo", 143, blocks=600) == (143, ["last words", "exit handler"])
-    assert left("gloo", 0, blocks=0) == (0, ["last words", "exit handler", "destructor"]), (
-        "a normal exit must run the destructors"
-    )
+    assert left(1, blocks=600) == (1, ["last words", "exit handler"])
+    assert left(143, blocks=600) == (143, ["last words", "exit handler"])
+    assert left(0, blocks=0) == (0, ["last words", "exit handler", "destructor"])
 
 
 # Script in which one thread always waits in the torch store. An exit handler prints the names of
@@ -101,6 +93,14 @@ def test_exit_process_raises_system_exit_when_no_torch_process_group_exists() ->
         assert error.value.code == code
 
 
+def loader_with_a_worker() -> TrainLoader:
+    split = InMemory(
+        torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
+    )
+    fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
+    return cpu_loader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), 1)
+
+
 def _kill_worker_and_exit(temporary: Path) -> None:
     tempfile.tempdir = str(temporary)
     # Make this process look like a rank of train.py, which multiprocessing has not started and
@@ -108,13 +108,7 @@ def _kill_worker_and_exit(temporary: Path) -> None:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-    split = InMemory(
-        torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
-    )
-    sampler = TrainSampler(64, 4, rank=0, world_size=1, seed=0)
-    fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
-    loader = cpu_loader(fetcher, sampler, 1)
-    next(loader.epoch(0))
+    next(loader_with_a_worker().epoch(0))
     assert list(temporary.glob("pymp-*"))
     for child in psutil.Process().children():
         child.kill()
@@ -140,12 +134,7 @@ def test_rank_that_exits_after_a_loader_worker_was_killed_leaves_no_temporary_fo
 def test_error_names_the_killed_loader_worker_instead_of_the_broken_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    split = InMemory(
-        torch.zeros(64, 3, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
-    )
-    fetcher = BatchFetcher(split, Targets(), OnImage(torch.clone), seed=0, substitutes=64)
-    loader = cpu_loader(fetcher, TrainSampler(64, 4, rank=0, world_size=1, seed=0), 1)
-    others = set(psutil.Process().children())
+    loader, others = loader_with_a_worker(), set(psutil.Process().children())
     batches = loader.epoch(0)
     next(batches)
     [worker] = set(psutil.Process().children()) - others

@@ -290,19 +290,6 @@ def test_resumed_fp16_run_continues_with_the_saved_loss_scale(tmp_path: Path) ->
         assert_equal_trees(last["whole"][part], last["resumed"][part], part)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_resume_reports_throughput_of_the_few_remaining_steps_of_a_long_run(tmp_path: Path) -> None:
-    """The warm-up that is excluded from the throughput depends on the number of remaining steps,
-    not of all steps.
-    """
-    overrides = (*spread(1), "train.epochs=8")
-    in_ranks(train, 1, str(tmp_path), config_of(overrides), 41)
-    in_ranks(train, 1, str(tmp_path), config_of(overrides), None)
-    throughput = read_result(tmp_path).throughput
-    assert throughput["steps_timed"] == 6 and throughput["images_per_sec"] > 0
-
-
 @pytest.mark.slow(seconds=2)
 def test_resume_from_the_final_checkpoint_writes_train_metrics_of_the_original_run(
     undisturbed: Any, tmp_path: Path

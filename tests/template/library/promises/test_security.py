@@ -1,6 +1,4 @@
-"""Tests that protect a run against other users and the network. The table of docs/security.md names
-a test for each of its rows.
-"""
+"""A run is protected against other users and the network."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.template.runs import ROOT, run_python
 from timm_parallel.faults.failure import RankExits, failure_text
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
@@ -82,33 +79,26 @@ def test_control_characters_of_file_and_class_names_are_escaped_in_printed_outpu
 
 
 def test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside_tmp(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given in (None, "/tmp/torchinductor_me"):
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        if given is not None:
-            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    def cache(given: str = "") -> Path:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        if not given:
+            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
         keep_compiled_code_private()
-        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(Path.home())
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/mine")
-    keep_compiled_code_private()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/mine"
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
 
-def no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
-
-
-@pytest.mark.parametrize("home", [Path("/proc/nowhere"), None])
-def test_torchinductor_cache_folder_is_private_when_home_is_unknown_or_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path | None
-) -> None:
-    monkeypatch.setattr(Path, "home", no_home if home is None else lambda: home)
+    assert cache().is_relative_to(Path.home())
+    assert cache("/tmp/torchinductor_me").is_relative_to(Path.home())
+    assert cache("/scratch/mine") == Path("/scratch/mine")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compiled_code_private()
-    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert cache.parent == tmp_path and cache.stat().st_mode & 0o777 == 0o700
+    for home in (no_home, lambda: Path("/proc/nowhere")):
+        monkeypatch.setattr(Path, "home", home)
+        private = cache()
+        assert private.parent == tmp_path and private.stat().st_mode & 0o777 == 0o700
 
 
 def listening(process: psutil.Process) -> set[str]:
@@ -134,55 +124,6 @@ def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
     assert running.signal(2).returncode == 130
 
 
-# Script that start_as_ranks runs on two ranks. Rank 0 writes the addresses on which the launcher
-# and the ranks listen to a file. Rank 1 exits with code 2.
-STARTED = """
-import os, sys
-from pathlib import Path
-import psutil
-from torch import distributed
-from timm_parallel.launch.rendezvous import open_store
-from timm_parallel.machine.ranks import ranks_from_environment
-
-ranks = ranks_from_environment(os.environ)
-distributed.init_process_group("gloo", store=open_store(ranks), rank=ranks.rank, world_size=ranks.world_size)
-distributed.barrier()
-if ranks.rank == 0:
-    launcher = psutil.Process(os.getppid())
-    places = {c.laddr.ip for one in [launcher, *launcher.children()] for c in one.net_connections() if c.status == "LISTEN"}
-    Path(sys.argv[1]).write_text(" ".join(sorted(places)))
-distributed.barrier()
-sys.exit(2 * ranks.rank)
-"""  # noqa: E501
-START = """
-import sys
-from timm_parallel.launch.torchrun import start_as_ranks
-from timm_parallel.keys import ResolvedParallel
-sys.exit(start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), sys.argv[1], sys.argv[2:]))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=6)
-def test_start_as_ranks_listens_on_loopback_and_returns_the_exit_code_of_a_failed_rank(
-    train: Train, tmp_path: Path
-) -> None:
-    """evaluate.py and scripts/predict.py start ranks with start_as_ranks. The ranks must not import
-    files from the current folder.
-    """
-    (tmp_path / "started.py").write_text(STARTED)
-    (tmp_path / "start.py").write_text(START)
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "json.py").write_text("raise SystemExit('imported from the current folder')")
-    words = (str(tmp_path / name) for name in ("start.py", "started.py", "places"))
-    environment = {**train.environment, "PYTHONPATH": str(ROOT)}
-    done = run_python(*words, cwd=here, environment=environment)
-    assert done.returncode == 2, done.stderr
-    assert (tmp_path / "places").read_text() == "127.0.0.1"
-    assert list(train.temporary.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("codes", "code"),
     [
@@ -196,10 +137,8 @@ def test_start_as_ranks_returns_exit_code_of_the_failed_rank_not_of_stopped_rank
     monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], code: int
 ) -> None:
     monkeypatch.setattr(torchrun, "run_agent", lambda *given: RankExits(exit_codes=codes))
-    assert (
-        torchrun.start_as_ranks(ResolvedParallel(strategy="ddp", devices=2), "evaluate.py", [])
-        == code
-    )
+    parallel = ResolvedParallel(strategy="ddp", devices=2)
+    assert torchrun.start_as_ranks(parallel, "evaluate.py", []) == code
 
 
 def test_tensorboard_listens_on_loopback_with_the_documented_command(tmp_path: Path) -> None:

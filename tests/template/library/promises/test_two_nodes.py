@@ -211,40 +211,6 @@ def lines_in(nodes: Nodes) -> int:
     return len(files[0].read_text().splitlines()) if files else 0
 
 
-def alone(folder: Path, *overrides: str) -> tuple[Any, ...]:
-    """Train the same run with two ranks on one machine."""
-    return numbers_of(run_warm(folder, "parallel=ddp", "parallel.devices=2", *overrides))
-
-
-def test_run_on_two_nodes_without_shared_disk_matches_one_machine(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    started = nodes.torchrun()
-    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(
-        0
-    ) + nodes.output(1)
-    result = read_result(nodes.run_folder())
-    assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
-    assert numbers_of(nodes.run_folder()) == alone(tmp_path / "alone")
-    there = nodes.run_folder(1)
-    assert {path.name for path in there.iterdir()} == {"config.yaml", "logs"}, (
-        "only the node of rank 0 may have records and checkpoints"
-    )
-    assert (there / "logs" / "rank_1.log").exists()
-
-
-def is_refused_on_both(nodes: Nodes, started: list[subprocess.Popen[str]], *parts: str) -> None:
-    """Check that each node prints the difference with both host names, before any step."""
-    assert nodes.ended(started) == [1, 1], "expected the exit code of torchrun"
-    for index in range(2):
-        lines = [
-            line for line in nodes.output(index).splitlines() if all(part in line for part in parts)
-        ]
-        assert len(lines) == 1, nodes.output(index)
-        assert all(name in lines[0] for name in nodes.names), lines
-    assert lines_in(nodes) == 0
-
-
 def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on_node_0(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -264,54 +230,6 @@ def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on
     ]
     assert result.reason in nodes.output(1)
     assert not (nodes.run_folder() / ".lock").exists()
-
-
-def test_torchrun_agents_are_refused_and_error_names_hosts_when_nnodes_differs(
-    nodes: Nodes,
-) -> None:
-    started = nodes.torchrun(options=("--nnodes", "3"))
-    wait_for(lambda: "--nnodes=3 on" in nodes.output(0), nodes)
-    since = time.monotonic()
-    is_refused_on_both(nodes, started, "--nnodes=2", "--nnodes=3")
-    assert time.monotonic() - since < PROMPT, "no agent may wait in its exit barrier"
-
-
-SCONTROL = f"""#!/bin/sh
-case "$2" in
-    hostnames) printf 'nodea\\nnodeb\\n' ;;
-    node) echo "NodeName=$3 NodeAddr={ADDRESSES[0]}" ;;
-esac
-"""
-
-
-def test_srun_tasks_connect_over_the_network_link(nodes: Nodes, tmp_path: Path) -> None:
-    """Without MASTER_ADDR, each task asks Slurm for the address of the first node. If gloo used
-    loopback, it could not reach the other node.
-    """
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(SCONTROL)
-    scontrol.chmod(0o755)
-    step = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "node[a-b]",
-        "SLURM_LOCALID": "0",
-    }
-    step |= {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    }
-    step["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
-    command = [sys.executable, "train.py", *tiny(f"paths.output_dir={nodes.disk}", "parallel=ddp")]
-    places = [{"SLURM_PROCID": str(index), "SLURM_NODEID": str(index)} for index in range(2)]
-    started = [nodes.start(index, command, step | place) for index, place in enumerate(places)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0], nodes.output(
-        0
-    ) + nodes.output(1)
-    result = read_result(nodes.run_folder())
-    assert (result.nodes, result.hosts, result.world_size) == (2, nodes.names, 2)
 
 
 def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> float:
@@ -338,7 +256,9 @@ def lose(nodes: Nodes, started: list[subprocess.Popen[str]], fault: str) -> floa
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    return alone(tmp_path_factory.mktemp("undisturbed") / "run", *LONG)
+    """Train the same run with two ranks on one machine."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return numbers_of(run_warm(folder, "parallel=ddp", "parallel.devices=2", *LONG))
 
 
 def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run(

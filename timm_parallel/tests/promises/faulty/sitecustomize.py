@@ -59,10 +59,9 @@ def accident() -> None:
 def at(now: int) -> None:
     beat(now)
     mine = rank in ("*", os.environ.get("RANK", "0"))
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    # After a restart, inject a fault only at the step in FAULT_AGAIN, if this variable is set.
-    due = os.environ.get("FAULT_AGAIN") if again else step
-    if mine and str(life.liveness.step) == due and life.PHASES[now] == phase:
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_due = str(life.liveness.step) == step and life.PHASES[now] == phase
+    if mine and is_due and not is_restarted:
         accident()
 
 
