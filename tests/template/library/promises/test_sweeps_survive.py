@@ -223,8 +223,9 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
         main(*tiny(*words))
     monkeypatch.setattr(Search, "_tell", tell)
     assert statuses(folder) == ["done", "running", "waiting"]
-    assert main(f"sweep.resume={folder}") == 0
-    assert statuses(folder) == ["done"] * 3
+    for n_trials in (2, 3):
+        assert main(f"sweep.resume={folder}", f"search.n_trials={n_trials}") == 0
+        assert statuses(folder) == ["done"] * n_trials
     assert starts(folder) == [1, 1, 1]
 
 
