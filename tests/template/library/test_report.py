@@ -575,7 +575,7 @@ def test_report_py_exits_2_in_one_line_for_a_link_loop_or_an_unwritable_folder(
 
 def test_record_of_a_job_without_result_json_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
-    assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
+    assert (run.strategy, run.devices, run.comparable) == ("", 0, False)
     assert (
         run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []
     )

@@ -74,22 +74,13 @@ class RunRecord:
 
     @property
     def strategy(self) -> str:
-        given = parse_overrides(self.overrides)
-        return str(
-            self.result.get("strategy")
-            or given.get("parallel")
-            or given.get("parallel.strategy")
-            or ""
-        )
+        return str(self.result.get("strategy") or "")
 
     @property
     def devices(self) -> int:
         """Number of devices, or 0 if it is unknown. If each device has a rank, this is the measured
         world size, which counts the devices of all nodes.
         """
-        if not self.result:
-            requested = parse_overrides(self.overrides).get("parallel.devices", "")
-            return int(requested) if requested.isdigit() else 0
         world = self.integer("world_size") or 0
         return world if world > 1 else self.integer("devices") or 0
 
@@ -164,22 +155,32 @@ class RunRecord:
         # The world size counts all nodes and `devices` counts one node, so it must be a multiple.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
-        if self.is_edited:
+        # A job is started with the seed in jobs.json, so one of the two files was edited.
+        if self.seed is not None and self.config.get("seed", self.seed) != self.seed:
             return (
                 f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
             )
         return ""
 
     @property
-    def is_edited(self) -> bool:
-        """True if the seed in jobs.json is not the seed in the config with which the job was
-        started.
-        """
-        return self.seed is not None and self.config.get("seed", self.seed) != self.seed
-
-    @property
     def comparable(self) -> bool:
         return self.status == "done" and bool(self.result) and not self.doubt
+
+    @property
+    def batch(self) -> tuple[str, int | None]:
+        """Kind of scaling, and the batch size that it keeps: (strong, global batch) or (weak, batch
+        per device).
+        """
+        per_device = self.config.get("data.batch_size_per_device")
+        if per_device is not None:
+            return "weak", per_device
+        return "strong", self.integer("batch_size") or self.config.get("data.batch_size")
+
+    @property
+    def scaling(self) -> str:
+        kind, batch = self.batch
+        of_what = "batch {} per device" if kind == "weak" else "global batch {}"
+        return f"{kind} scaling, {of_what.format('—' if batch is None else batch)}"
 
     @property
     def neighbours(self) -> int:
@@ -248,9 +249,8 @@ class RunRecord:
         of_metric = f"metrics.{metric_name(self.metric)}"
         lower = self.result.get(f"{of_metric}.lower_is_better")
         proportion = self.result.get(f"{of_metric}.is_proportion")
-        if isinstance(lower, bool) and isinstance(proportion, bool):
-            return lower, proportion
-        return None
+        is_stated = isinstance(lower, bool) and isinstance(proportion, bool)
+        return (lower, proportion) if is_stated else None
 
     @cached_property
     def is_benchmark(self) -> bool:

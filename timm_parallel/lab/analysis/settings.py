@@ -100,7 +100,7 @@ def _group(title: str, metric: str, scale: Scale, settings: tuple[Configuration,
     rows = [(s.label, block, value) for s in settings for block, value in s.values.items()]
     others = [s for s in settings if s.values and s is not baseline]
     return Group(
-        kind="tuning" if metric == IMAGES_PER_SECOND else "settings",
+        kind="settings",
         title=title,
         members=settings,
         baseline=baseline.label,
@@ -149,29 +149,29 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Configura
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
-    if len(alike) == 1:
-        [members] = alike.values()
+    first = [members[0] for members in alike.values()]
+    if len(first) == 1:
         # Show all keys of a single setting, because jobs that have not ended may have other values
         # of them.
-        texts = [{key: _default(members[0], key) for key in keys}]
+        texts = [{key: _default(first[0], key) for key in keys}]
     else:
-        texts = _swept_values([members[0] for members in alike.values()], keys)
-    labels = [
-        ", ".join(f"{key}={value}" for key, value in of_setting.items()) for of_setting in texts
-    ]
-    if not labels[0]:
-        [members] = alike.values()
-        labels = [model_name(next((run for run in members if run.result), members[0]))]
-    folds = {run.config.get("data.fold") for run in runs}
-    block = "data.fold" if len(folds) > 1 else "seed"
+        texts = _swept_values(first, keys)
+    # The first setting of a tuning has the current values. The labels of the others show what they
+    # change.
+    current = texts[0] if first[0].is_of_tuning else {}
+    without_keys = (
+        "the current settings"
+        if current
+        else model_name(next((run for run in runs if run.result), first[0]))
+    )
+    block = "data.fold" if len({run.config.get("data.fold") for run in runs}) > 1 else "seed"
     settings = []
-    for members, of_setting, label in zip(alike.values(), texts, labels, strict=True):
+    for members, of_setting in zip(alike.values(), texts, strict=True):
+        changed = {key: text for key, text in of_setting.items() if text != current.get(key)}
+        label = ", ".join(f"{key}={text}" for key, text in changed.items()) or without_keys
         lost = tuple(run for run in members if run.is_lost)
-        settings.append(
-            Configuration(
-                tuple(run for run in members if run not in lost), label, of_setting, lost, block
-            )
-        )
+        kept = tuple(run for run in members if not run.is_lost)
+        settings.append(Configuration(kept, label, of_setting, lost, block))
     return tuple(settings)
 
 

@@ -123,7 +123,7 @@ def judge(
     if groups and groups[0].pairs[groups[0].metric]:
         groups = [replace(group, level=LEVEL, plan=plan) for group in groups]
         groups = with_contrasts(groups, smallest)
-        [estimates[METRIC]] = groups[0].of_pairs
+        [estimates[METRIC]] = groups[0].of_pairs(groups[0].metric)
         [contrasts[METRIC]] = groups[0].contrasts
     word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
     of_base, of_head = (
@@ -134,7 +134,7 @@ def judge(
         word,
         record,
         findings,
-        tuple(_notes(runs, record, contrasts[SPEED])),
+        tuple(_notes(runs, record)),
         contrasts,
         groups,
         is_open,
@@ -142,7 +142,7 @@ def judge(
     )
 
 
-def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
+def _notes(runs: Sequence[RunRecord], record: Record) -> Iterable[Finding]:
     yield from (finding("noted", text=text) for text in record.notes)
     yield from _not_equal(runs)
     yield finding(
@@ -152,12 +152,6 @@ def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterab
         level=LEVEL,
         false_in_100=record.false_in_100,
     )
-    crowded = sum(bool(run.neighbours) for run in runs)
-    flagged = sum(bool(run.flags) for run in runs)
-    if speed.effect is None and crowded:
-        yield finding("speed_next_to_jobs", count=crowded, runs=len(runs))
-    elif speed.effect is not None and flagged:
-        yield finding("speed_on_busy_machine", count=flagged, runs=len(runs))
 
 
 def refusal(runs: Iterable[RunRecord]) -> Finding | None:

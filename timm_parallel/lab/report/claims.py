@@ -16,7 +16,7 @@ import yaml
 
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.lab.analysis.findings import finding
-from timm_parallel.lab.analysis.groups import Configuration, Group
+from timm_parallel.lab.analysis.groups import Configuration, Group, simplest
 from timm_parallel.lab.analysis.labels import join_short
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def on_cpu(self) -> bool:
-        return any(group.conditions.accelerator == "cpu" for group in self.groups)
+        return any(group.runs[0].accelerator == "cpu" for group in self.groups)
 
     def ran(self, *strategies: str) -> bool:
         """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
@@ -105,7 +105,7 @@ class Evidence:
             (group, point)
             for group in self.groups
             for point in group.members
-            if point.strategy == strategy and point.devices > 1
+            if point.first.strategy == strategy and point.first.devices > 1
         ]
 
     def comparisons(self, number: int) -> list[Comparison]:
@@ -117,8 +117,8 @@ class Evidence:
             for contrast in group.by_measure.get(claim["measure"], ()):
                 a, b = group.named(contrast.a), group.named(contrast.b)
                 if (
-                    [a.strategy, b.strategy] == claim["strategies"]
-                    and a.devices > 1
+                    [a.first.strategy, b.first.strategy] == claim["strategies"]
+                    and a.first.devices > 1
                     and contrast.effect is not None
                 ):
                     comparisons.append(
@@ -220,7 +220,7 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         return result
     # For each number of devices, compare only the configuration that sets the fewest options.
     # `comparisons` are in ascending order of the number of devices.
-    plain = [c for c in comparisons if c.a is c.group.at("ddp", c.a.devices)]
+    plain = [c for c in comparisons if c.a is simplest(c.group.members, "ddp", c.a.first.devices)]
     growth = {
         _is_below(of[0].contrast, of[-1].contrast)
         for group in e.groups
@@ -248,12 +248,12 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 
 def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
     results = [
-        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices))
+        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.first.devices))
         for c in e.comparisons(2)
         if not c.a.needless_threads and same_threads(c.group, c.a)
     ]
     efficiencies = [
-        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.group.conditions.kind} scaling"
+        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.a.first.batch[0]} scaling"
         for c in results
     ]
     return evaluate_claim(results, 2, limit=CLOSE_TO_LINEAR, figures=join_short(efficiencies))
@@ -283,7 +283,7 @@ def _peaks(e: Evidence, strategy: str) -> str:
     for group, point in e.points(strategy):
         if point.peak_bytes:
             text = f"{e.label(group, point)}: {_gib(point)}"
-            single = group.at("single", 1)
+            single = simplest(group.members, "single", 1)
             if single and single.peak_bytes:
                 text += f", single {_gib(single)}"
             texts.append(text)
@@ -312,7 +312,7 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
     shallowest: dict[tuple[int, str], Comparison] = {}
     results, references = [], []
     for deep in sorted(with_depth, key=lambda c: _depth(c.group)):
-        shallow = shallowest.setdefault((deep.a.devices, deep.group.conditions.scaling), deep)
+        shallow = shallowest.setdefault((deep.a.first.devices, deep.a.first.scaling), deep)
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
             references.append(
@@ -371,7 +371,7 @@ def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
     of_ddp: dict[RunRecord, float] = {}
     figures = []
     for group, point in e.points("fsdp"):
-        ddp = group.at("ddp", point.devices)
+        ddp = simplest(group.members, "ddp", point.first.devices)
         if ddp and ddp.peak_bytes and point.peak_bytes:
             of_ddp |= dict.fromkeys(point.runs, min(peak.low for peak in ddp.peak_bytes))
             figures.append(f"{e.label(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")

@@ -105,7 +105,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         # on gives it to all of its trials.
         is_trial=_option(folder, "search") not in ("", "null")
         or (job is not None and "search.sampler=null" in job.overrides),
-        seed=_seed(job) if job else None,
+        seed=job.seed if job else None,
         changes=_hash(folder / CODE_DIFF),
         result=result,
         config={
@@ -135,17 +135,6 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
     return {
         line["step"]: value for line in lines if (value := as_number(line.get(metric))) is not None
     }
-
-
-def _seed(job: Job) -> int | None:
-    """Return the seed with which a job was started. This is the seed in jobs.json, unless the
-    overrides of the job set a different one. A repeat may differ from its override by the number of
-    the repeat, because the sweep adds that number to the seed.
-    """
-    given = parse_overrides(job.overrides).get("seed", "")
-    if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
-        return int(given)
-    return job.seed
 
 
 def _hash(path: Path) -> str:

@@ -245,10 +245,10 @@ def _memory(group: Group) -> pd.DataFrame:
     share memory.
     """
     rows = []
-    for point in group.members if group.conditions.accelerator != "cpu" else ():
+    for point in group.members if group.runs[0].accelerator != "cpu" else ():
         for device, peak in enumerate(point.peak_bytes):
             gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
-            rows.append([point.label, point.strategy, device, *gib])
+            rows.append([point.label, point.first.strategy, device, *gib])
     return pd.DataFrame(rows, columns=["point", "strategy", "device", "gib", "low", "high"])
 
 
