@@ -7,7 +7,7 @@ docs/dp_and_ddp.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,20 +86,6 @@ class Evidence:
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
 
-    @property
-    def on_cpu(self) -> bool:
-        return any(group.runs[0].accelerator == "cpu" for group in self.groups)
-
-    def ran(self, *strategies: str) -> bool:
-        """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
-        not count.
-        """
-        return {
-            run.strategy
-            for run in self.runs
-            if run.result and run.status != "skipped" and run.devices > 1
-        }.issuperset(strategies)
-
     def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
@@ -147,36 +133,32 @@ class Evidence:
         record what is needed. `failed`: runs whose failure contradicts the statement. `limit`:
         number in the statement.
         """
-        [strategy] = CLAIMS[number]["strategies"]
-        answers = {
-            run: is_true(run)
+        claim = CLAIMS[number]
+        [strategy] = claim["strategies"]
+        known = {
+            run: answer
             for run in self.runs
             if run.comparable and run.strategy == strategy and run.devices > 1
+            if (answer := is_true(run)) is not None
         }
-        known = {run: answer for run, answer in answers.items() if answer is not None}
         known |= dict.fromkeys(failed, False)
         if not known:
-            return missing(
-                f"{strategy} on 2 or more devices with these records",
-                f"parallel={strategy} parallel.devices=2",
-            )
+            return missing(claim)
         false_in = [run.name for run, answer in known.items() if not answer]
-        statement = CLAIMS[number]["statement"].format(limit=limit)
+        statement = claim["statement"].format(limit=limit)
         count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
-        figures = "; ".join(filter(None, (figures, count)))
-        if false_in:
-            return ClaimResult(
-                NOT_SUPPORTED, figures, f"not in run {join_short(false_in, 6)}", tuple(known)
-            )
-        return ClaimResult(SUPPORTED, figures, "", tuple(known))
+        return ClaimResult(
+            NOT_SUPPORTED if false_in else SUPPORTED,
+            "; ".join(filter(None, (figures, count))),
+            f"not in run {join_short(false_in, 6)}" if false_in else "",
+            tuple(known),
+        )
 
 
-def missing(
-    runs: str = "dp and ddp on the same devices in one repeat",
-    add: str = "parallel=dp,ddp parallel.devices=2",
-) -> ClaimResult:
+def missing(claim: Mapping[str, Any]) -> ClaimResult:
     """Return the result of a claim for which no finished run has the measurements."""
-    return ClaimResult(NOT_MEASURABLE, reason=f"no finished run of {runs} here; add {add}")
+    reason = f"no finished run of {claim['runs']} here; add {claim['add']}"
+    return ClaimResult(NOT_MEASURABLE, reason=reason)
 
 
 def evaluate_claim(
@@ -188,7 +170,7 @@ def evaluate_claim(
     """
     claim = CLAIMS[number]
     if not comparisons:
-        return missing(**{key: claim[key] for key in ("runs", "add") if key in claim})
+        return missing(claim)
     verdicts = {comparison.verdict for comparison in comparisons}
     verdict = next(
         (v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE
@@ -226,13 +208,14 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         for group in e.groups
         if len(of := [c for c in plain if c.group is group]) > 1
     }
+    if growth == {SUPPORTED}:
+        return result
     if NOT_SUPPORTED in growth:
         shrinks = "faster, but its lead shrinks with more devices"
         return replace(result, verdict=NOT_SUPPORTED, reason=shrinks)
-    if growth != {SUPPORTED}:
-        unknown = "faster; the figures do not show that its lead grows with the devices"
-        return replace(result, reason=unknown)
-    return result
+    return replace(
+        result, reason="faster; the figures do not show that its lead grows with the devices"
+    )
 
 
 def _is_below(a: Contrast, b: Contrast) -> str:
@@ -265,7 +248,7 @@ def dp_fills_device_0(e: Evidence) -> ClaimResult:
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
     limit = percent(FULLER - 1)
-    return e.in_every_run(3, is_fullest, figures=_peaks(e, "dp"), limit=limit)
+    return e.in_every_run(3, is_fullest, figures=_peaks(e, "dp", "single"), limit=limit)
 
 
 def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
@@ -275,18 +258,18 @@ def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
             return None
         return bool(equal) and run.imbalance <= EVEN
 
-    return e.in_every_run(4, is_even, figures=_peaks(e, "ddp"), limit=EVEN)
+    return e.in_every_run(4, is_even, figures=_peaks(e, "ddp", "single"), limit=EVEN)
 
 
-def _peaks(e: Evidence, strategy: str) -> str:
+def _peaks(e: Evidence, strategy: str, other: str) -> str:
+    """Return the peak memory of a strategy as text, next to that of another one."""
     texts = []
     for group, point in e.points(strategy):
+        devices = 1 if other == "single" else point.first.devices
+        next_to = simplest(group.members, other, devices)
+        of_other = f", {other} {_gib(next_to)}" if next_to and next_to.peak_bytes else ""
         if point.peak_bytes:
-            text = f"{e.label(group, point)}: {_gib(point)}"
-            single = simplest(group.members, "single", 1)
-            if single and single.peak_bytes:
-                text += f", single {_gib(single)}"
-            texts.append(text)
+            texts.append(f"{e.label(group, point)}: {_gib(point)}{of_other}")
     return join_short(texts)
 
 
@@ -369,19 +352,15 @@ def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
     equally many devices.
     """
     of_ddp: dict[RunRecord, float] = {}
-    figures = []
     for group, point in e.points("fsdp"):
         ddp = simplest(group.members, "ddp", point.first.devices)
-        if ddp and ddp.peak_bytes and point.peak_bytes:
+        if ddp and ddp.peak_bytes:
             of_ddp |= dict.fromkeys(point.runs, min(peak.low for peak in ddp.peak_bytes))
-            figures.append(f"{e.label(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")
 
     def is_less(run: RunRecord) -> bool | None:
         return max(run.peak_bytes) < of_ddp[run] if run in of_ddp and run.peak_bytes else None
 
-    if not figures:
-        return missing(CLAIMS[18]["runs"], CLAIMS[18]["add"])
-    return e.in_every_run(18, is_less, figures=join_short(figures))
+    return e.in_every_run(18, is_less, figures=_peaks(e, "fsdp", "ddp"))
 
 
 # Number of a claim -> the function that checks it. The others only compare two strategies.
@@ -403,10 +382,13 @@ def evaluate_claims(e: Evidence) -> list[ClaimResult]:
     dp and ddp.
     """
     results = []
+    # A skipped job is no evidence.
+    known = [run for run in e.runs if run.result and run.status != "skipped" and run.devices > 1]
+    on_cpu = any(group.runs[0].accelerator == "cpu" for group in e.groups)
     for number, claim in CLAIMS.items():
-        if not e.ran("ddp", "fsdp" if number == 18 else "dp"):
+        if not {"ddp", "fsdp" if number == 18 else "dp"} <= {run.strategy for run in known}:
             continue
-        if e.on_cpu and claim["not_on_cpu"]:
+        if on_cpu and claim["not_on_cpu"]:
             result = ClaimResult(NOT_MEASURABLE, reason=claim["not_on_cpu"])
         elif number in _RULES:
             result = _RULES[number](e)
