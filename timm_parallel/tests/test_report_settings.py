@@ -15,7 +15,6 @@ import pytest
 from scipy.stats import sem, t
 
 from timm_parallel.lab.analysis.scales import level_scale, proportion_scale
-from timm_parallel.lab.analysis.selection import corrected_values
 from timm_parallel.lab.analysis.sequential import levels
 from timm_parallel.lab.analysis.settings import check_baseline
 from timm_parallel.lab.analysis.statistics import (
@@ -23,6 +22,7 @@ from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_SUPPORTED,
     SUPPORTED,
+    corrected_values,
     decide,
     estimate,
 )

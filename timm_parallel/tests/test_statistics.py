@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from timm_parallel.lab.analysis.findings import Finding
-from timm_parallel.lab.analysis.selection import choose
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     LEVEL,
@@ -22,6 +21,7 @@ from timm_parallel.lab.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
     Estimate,
+    choose,
     decide,
     estimate,
     summarize,

@@ -30,8 +30,11 @@ from timm_parallel.lab.analysis.statistics import (
     mean_interval,
     summarize,
 )
+from timm_parallel.machine.text import yaml_text
 
 SPEED = "images_per_sec"
+# Text for a value that was not recorded.
+DASH = "—"
 # Keys that do not change the training, or in which repeats differ on purpose.
 NOT_A_SETTING = (
     *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
@@ -423,6 +426,30 @@ def _decide_alone(e: Estimate, plan: Plan, smallest_difference: float) -> Contra
     if plan.is_fixed or e.n >= plan.limit:
         return contrast
     return replace(contrast, detectable=None, blocks_needed=None)
+
+
+def join_short(items: Iterable[str], limit: int = 4) -> str:
+    unique = list(dict.fromkeys(items))
+    rest = [f"and {len(unique) - limit} more"] if len(unique) > limit else []
+    return "; ".join(unique[:limit] + rest)
+
+
+def model_name(run: RunRecord) -> str:
+    """Return the name of a run's model, for example `resnet18`. If model.kwargs changes the model,
+    add its size: `vit_tiny_patch16_224 (61,114 parameters, 32 px)`.
+    """
+    name = str(run.result.get("model") or DASH)
+    if not any(key.startswith("model.kwargs.") for key in run.config):
+        return name
+    parameters, sides = run.integer("parameters"), run.entries(int, "image_size")
+    pixels = " x ".join(map(str, sides)) or run.integer("image_size")
+    details = [f"{parameters:,} parameters"] if parameters is not None else []
+    details += [f"{pixels} px"] if pixels is not None else []
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
+    return ", ".join(f"{key.removeprefix(prefix)}={yaml_text(run.config.get(key))}" for key in keys)
 
 
 def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:

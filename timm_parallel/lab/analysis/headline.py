@@ -20,12 +20,13 @@ from timm_parallel.lab.analysis.findings import (
 )
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.selection import choose, corrected_values
 from timm_parallel.lab.analysis.sequential import EQUAL
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     SUPPORTED,
     Contrast,
+    choose,
+    corrected_values,
 )
 
 # A report names a run whose value is this many standard deviations worse than the median of its

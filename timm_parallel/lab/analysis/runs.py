@@ -60,8 +60,6 @@ class RunRecord:
     # Position of the run in the order in which the jobs of its sweep start.
     position: int | None = None
     overrides: tuple[str, ...] = ()
-    # Name of the file of conf/model that was chosen. Empty if Hydra did not record it.
-    model_option: str = ""
     # True if the run is a trial of a hyper-parameter search.
     is_trial: bool = False
     # Seed according to jobs.json. None for a run outside of a sweep.

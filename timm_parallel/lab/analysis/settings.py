@@ -15,9 +15,10 @@ from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     Configuration,
     Group,
+    join_short,
+    model_name,
     varied,
 )
-from timm_parallel.lab.analysis.labels import join_short, model_name
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
 from timm_parallel.lab.analysis.sequential import Plan

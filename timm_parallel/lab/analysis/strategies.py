@@ -17,11 +17,12 @@ from timm_parallel.lab.analysis.groups import (
     SPEED,
     Configuration,
     Group,
+    describe_settings,
+    model_name,
     simplest,
     summarize_columns,
     varied,
 )
-from timm_parallel.lab.analysis.labels import describe_settings, model_name
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import LEVEL, Row
 from timm_parallel.machine.text import yaml_text

@@ -16,8 +16,7 @@ import yaml
 
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.lab.analysis.findings import finding
-from timm_parallel.lab.analysis.groups import Configuration, Group, simplest
-from timm_parallel.lab.analysis.labels import join_short
+from timm_parallel.lab.analysis.groups import Configuration, Group, join_short, simplest
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,

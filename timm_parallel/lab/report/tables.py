@@ -12,8 +12,7 @@ from typing import Any
 import pandas as pd
 
 from timm_parallel.lab.analysis.findings import finding
-from timm_parallel.lab.analysis.groups import Configuration, Group, values
-from timm_parallel.lab.analysis.labels import DASH, join_short
+from timm_parallel.lab.analysis.groups import DASH, Configuration, Group, join_short, values
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
 from timm_parallel.lab.analysis.sequential import LEVEL, word_of
 from timm_parallel.lab.analysis.statistics import (
