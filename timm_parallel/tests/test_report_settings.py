@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy.stats import sem, t
 
-from timm_parallel.lab.analysis.scales import level_scale, proportion_scale
+from timm_parallel.lab.analysis.scales import scale_of
 from timm_parallel.lab.analysis.sequential import levels
 from timm_parallel.lab.analysis.settings import check_baseline
 from timm_parallel.lab.analysis.statistics import (
@@ -29,6 +29,7 @@ from timm_parallel.lab.analysis.statistics import (
 from timm_parallel.lab.sweep.board import show_headline
 from timm_parallel.testing.report_sweeps import Sweep, findings, full_sweep, read
 
+PROPORTIONS = scale_of([0.5], is_proportion=True)
 RATES = {"0.001": 0.70, "0.003": 0.80, "0.01": 0.60}
 
 
@@ -741,7 +742,7 @@ def test_report_on_settings_has_plots_of_values_and_curves(tmp_path: Path) -> No
 def test_accuracy_difference_and_its_interval_are_those_of_the_paired_t_test_in_points() -> None:
     rows = [("a", block, value) for block, value in enumerate((0.90, 0.92, 0.94))]
     rows += [("b", block, value) for block, value in enumerate((0.80, 0.83, 0.86))]
-    [contrast] = decide(estimate(rows, [("a", "b")], proportion_scale()))
+    [contrast] = decide(estimate(rows, [("a", "b")], PROPORTIONS))
     assert contrast.effect == pytest.approx(0.09)
     # With three repeats, the t distribution has 2 degrees of freedom. Its 97.5 % quantile is 4.303.
     reach = 4.302653 * np.std([0.10, 0.09, 0.08], ddof=1) / math.sqrt(3)
@@ -758,7 +759,7 @@ def test_interval_in_points_excludes_equality_only_if_the_arcsine_interval_does(
         shares = draw.binomial(50, [[0.9], [0.99]], (2, 3)) / 50
         pair = {"a": shares[0], "b": shares[1]} if sign > 0 else {"b": shares[0], "a": shares[1]}
         rows = [(name, block, float(v)) for name in pair for block, v in enumerate(pair[name])]
-        [e] = estimate(rows, [("a", "b")], proportion_scale())
+        [e] = estimate(rows, [("a", "b")], PROPORTIONS)
         [contrast] = decide([e])
         if e.plain is not None and contrast.low is not None and contrast.high is not None:
             on_scale, in_points = (
@@ -773,8 +774,8 @@ def test_interval_in_points_excludes_equality_only_if_the_arcsine_interval_does(
 
 
 def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss() -> None:
-    assert proportion_scale().smallest_shift(0.9, 0.03) == pytest.approx(0.003)
-    assert level_scale(is_positive=True, lower_is_better=True).smallest_shift(2.0, 0.03) == 0.06
+    assert PROPORTIONS.smallest_shift(0.9, 0.03) == pytest.approx(0.003)
+    assert scale_of([2.0], lower_is_better=True).smallest_shift(2.0, 0.03) == 0.06
 
 
 def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seeds() -> None:
@@ -789,12 +790,12 @@ def test_accuracy_corrected_for_selection_chooses_each_setting_by_the_other_seed
     # Without seed 0, b has the higher mean, and b reaches 0.5 with seed 0. Without seed 1, a has
     # the higher mean (0.70 to 0.60), and reaches 0.4 with seed 1. Without seed 2, a is chosen
     # again, and reaches 0.5.
-    assert corrected_values(rows, proportion_scale()) == {
+    assert corrected_values(rows, PROPORTIONS) == {
         0: ("b", 0.5),
         1: ("a", 0.4),
         2: ("a", 0.5),
     }
-    assert corrected_values(rows[:2], proportion_scale()) == {}
+    assert corrected_values(rows[:2], PROPORTIONS) == {}
 
 
 def sweep_that_stops(

@@ -453,11 +453,9 @@ def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> 
 
 
 def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
-    columns: dict[str, list[float | None]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            columns[str(name)].append(value)
-    summaries = {name: summarize(column) for name, column in columns.items()}
+    known = list(rows)
+    names = dict.fromkeys(name for row in known for name in row)
+    summaries = {str(name): summarize(row.get(name) for row in known) for name in names}
     return {name: summary for name, summary in summaries.items() if summary}
 
 

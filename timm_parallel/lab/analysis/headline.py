@@ -65,33 +65,29 @@ def command(run: RunRecord) -> str:
     """Build the `python train.py …` command that trains with the settings of a run. The step limit
     of a run that only measured speed is left out.
     """
-    full: dict[str, object] = {}
-    if run.is_benchmark:
-        # Reset the number of epochs too, because a run that measured speed stopped before it
-        # reached them.
-        full = {
-            "train.max_steps": "null",
-            "train.epochs": TrainConfig.epochs,
-            "train.evaluate_every": TrainConfig.evaluate_every,
-        }
-    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
-    if run.overrides:
-        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
-        dropped = ("hydra.", "hydra/", "sweep.")
-        kept = [
-            key
-            for key in given
-            if not key.startswith(dropped) and key not in ("debug", "print_config", *full)
-        ]
-        if given.get("experiment") == TUNE:
-            # Leave out the experiment file of a tuning, because its settings are only for measuring
-            # speed.
-            kept.remove("experiment")
-            full = {}
-        arguments = [given[key] for key in kept]
-    return shlex.join(
-        ["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())]
-    )
+    # Reset the number of epochs too, because a run that measured speed stopped before it reached
+    # them.
+    resets = {
+        "train.max_steps": "null",
+        "train.epochs": TrainConfig.epochs,
+        "train.evaluate_every": TrainConfig.evaluate_every,
+    }
+    reset = [f"{key}={value}" for key, value in resets.items()] if run.is_benchmark else []
+    if not run.overrides:
+        config = ["--config-path", str(run.folder), "--config-name", "config"]
+        return shlex.join(["python", "train.py", *config, *reset])
+    given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+    left_out = ["debug", "print_config", *(resets if run.is_benchmark else ())]
+    if TUNE in run.overrides:
+        # Leave out the experiment file of a tuning, because its settings are only for measuring
+        # speed.
+        left_out, reset = [*left_out, "experiment"], []
+    kept = [
+        text
+        for key, text in given.items()
+        if key not in left_out and not key.startswith(("hydra.", "hydra/", "sweep."))
+    ]
+    return shlex.join(["python", "train.py", *kept, *reset])
 
 
 def recommend(group: Group) -> Recommendation:
@@ -293,15 +289,14 @@ def _expect(
         if block in blocks
     ]
     scores = corrected_values(rows, group.scale)
-    value = interval = None
-    if scores:
-        value = fmean(score for _, score in scores.values())
-        interval = _widened(group, chosen, value)
     others = sum(label != chosen.label for label, _ in scores.values())
-    own = chosen.values.values()
-    if value is not None and others and not min(own) <= value <= max(own):
-        # The value is that of other settings, one of which has a run that is far off.
-        value = interval = None
+    value, interval, own = None, None, chosen.values.values()
+    if scores:
+        mean = fmean(score for _, score in scores.values())
+        # A value outside of all runs is that of other settings, one of which has a run that is far
+        # off.
+        if not others or min(own) <= mean <= max(own):
+            value, interval = mean, _widened(group, chosen, mean)
     expected = finding(
         "expected",
         value=value,
@@ -314,13 +309,17 @@ def _expect(
         count=len(scores),
         repeats=group.unit_of_repeats,
     )
-    of_rivals = [_rivals(group, chosen)] if rivals else []
-    return Recommendation(
-        group,
-        (*findings, expected, *of_rivals),
-        value=value,
-        value_interval=interval,
+    others_left = [s for s in group.alive if s.label in group.may_be_best and s is not chosen]
+    not_worse = finding(
+        "not_worse",
+        setting=setting_numbers(chosen),
+        others=[setting_numbers(setting) for setting in others_left if setting.is_sound],
+        rivals=len(others_left),
+        compared=len(group.alive),
+        settings=len(group.members),
     )
+    stated = (*findings, expected, not_worse) if rivals else (*findings, expected)
+    return Recommendation(group, stated, value=value, value_interval=interval)
 
 
 def _until_decided(group: Group) -> Finding:
@@ -349,19 +348,6 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
     low, high = (end - (mean - value) for end in interval)
     low, high = min(low, interval[0]), max(high, interval[1])
     return (max(low, 0.0), min(high, 1.0)) if group.scale.is_proportion else (low, high)
-
-
-def _rivals(group: Group, named: Configuration) -> Finding:
-    """Build the finding on the settings that are not shown to be worse than the recommended one."""
-    rivals = [s for s in group.alive if s.label in group.may_be_best and s is not named]
-    return finding(
-        "not_worse",
-        setting=setting_numbers(named),
-        others=[setting_numbers(setting) for setting in rivals if setting.is_sound],
-        rivals=len(rivals),
-        compared=len(group.alive),
-        settings=len(group.members),
-    )
 
 
 def _notes(group: Group) -> Iterable[Finding]:

@@ -190,10 +190,9 @@ class RunRecord:
     @property
     def flags(self) -> list[str]:
         """Reasons to distrust the measurements of this run, a short sentence each."""
-        flags = self.entries(str, "flags")
-        if self.neighbours:
-            flags.insert(0, f"{plural(self.neighbours, 'other job')} ran at the same time")
-        return flags
+        others = plural(self.neighbours, "other job")
+        crowded = [f"{others} ran at the same time"] if self.neighbours else []
+        return [*crowded, *self.entries(str, "flags")]
 
     @property
     def step_parts(self) -> dict[str, float] | None:
@@ -209,13 +208,12 @@ class RunRecord:
         """Return a dictionary from rank to its time per step for data and computing, divided by the
         median over the ranks. Empty if no times were recorded.
         """
-        times = {}
-        for entry in self.entries(dict, "ranks"):
-            data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
-            if data is not None and compute is not None:
-                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = (
-                    data + compute
-                )
+        times = {
+            f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}": data + compute
+            for entry in self.entries(dict, "ranks")
+            if (data := as_number(entry.get("data_ms"))) is not None
+            if (compute := as_number(entry.get("compute_ms"))) is not None
+        }
         middle = median(times.values()) if times else 0
         return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 
@@ -247,8 +245,9 @@ class RunRecord:
         of_metric = f"metrics.{metric_name(self.metric)}"
         lower = self.result.get(f"{of_metric}.lower_is_better")
         proportion = self.result.get(f"{of_metric}.is_proportion")
-        is_stated = isinstance(lower, bool) and isinstance(proportion, bool)
-        return (lower, proportion) if is_stated else None
+        if isinstance(lower, bool) and isinstance(proportion, bool):
+            return lower, proportion
+        return None
 
     @cached_property
     def is_benchmark(self) -> bool:

@@ -278,7 +278,6 @@ class Model:
         # Equal values differ by the rounding of floating-point numbers only.
         if abs(difference) < 1e-12 * max(abs(self.middle), float(np.abs(self.effects).max())):
             difference = 0.0
-        plain = self.plain.compare(a, b) if self.plain else None
         return Estimate(
             a,
             b,
@@ -290,7 +289,7 @@ class Model:
             self.scale,
             level,
             self.rounding,
-            plain=plain,
+            plain=self.plain.compare(a, b) if self.plain else None,
         )
 
 

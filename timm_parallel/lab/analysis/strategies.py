@@ -60,14 +60,17 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
     data = {run.data for run in comparable if run.data}
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in comparable:
-        differing = (
+        parts = (
             describe_settings(run, settings) if run.config else "",
             f"code {run.commit or 'unknown'}" if len(commits) > 1 else "",
             f"data {run.data}" if len(data) > 1 else "",
         )
-        of_run = ", ".join(filter(None, differing))
-        alike[run.hardware, run.accelerator, model_name(run), run.scaling, of_run].append(run)
-    groups = [_group(*names[2:], members) for names, members in alike.items()]
+        differing = ", ".join(filter(None, parts))
+        alike[run.hardware, run.accelerator, model_name(run), run.scaling, differing].append(run)
+    groups = [
+        _group(model, scaling, differing, members)
+        for (_, _, model, scaling, differing), members in alike.items()
+    ]
     return sorted(groups, key=lambda group: (-len(group.members), group.hardware, group.title))
 
 
@@ -117,14 +120,13 @@ def _rows(members: Sequence[Configuration], measure: str) -> list[Row]:
     `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs are
     excluded. Runs of dp over CPU threads are excluded too, except for the time to the first step.
     """
-    measured: list[Row] = []
-    for point in members:
-        for run in point.runs:
-            value = run.measure(measure)
-            is_meaningful = measure == "first_step_seconds" or not run.is_simulated
-            if value is not None and is_meaningful and not run.neighbours:
-                measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
-    return measured
+    return [
+        (point.label, (run.sweep, run.block, run.hosts[:1]), value)
+        for point in members
+        for run in point.runs
+        if not run.neighbours and (measure == "first_step_seconds" or not run.is_simulated)
+        if (value := run.measure(measure)) is not None
+    ]
 
 
 def _pairs(

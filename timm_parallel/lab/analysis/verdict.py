@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from timm_parallel.lab.analysis.findings import Finding, finding
-from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
 from timm_parallel.lab.analysis.groups import Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.sequential import (
@@ -112,11 +111,12 @@ def judge(
     """
     groups, plan = setting_groups(runs), record.plan
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
-    # both alike.
+    # both alike. Runs next to other jobs of the verdict do not count.
     timed = [
-        (code_of(run), run.block, run.measure(IMAGES_PER_SEC) or 0.0)
+        (code_of(run), run.block, speed)
         for run in runs
-        if _has_speed(run)
+        if run.comparable and not run.neighbours and not run.is_simulated
+        if (speed := run.measure("images_per_sec"))
     ]
     estimates = {SPEED: estimate(timed, [(HEAD, BASE)])[0]}
     contrasts = {SPEED: decide([estimates[SPEED]], smallest, plan.level_at(estimates[SPEED].n))[0]}
@@ -173,14 +173,6 @@ def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     ended = {(code_of(run), run.block): run for run in runs if run.comparable}
     blocks = [block for code, block in ended if code == BASE and (HEAD, block) in ended]
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
-
-
-def _has_speed(run: RunRecord) -> bool:
-    """Return True if a run has finished and its measured speed can be compared: it ran without
-    concurrent jobs of the verdict, and on devices that are not simulated.
-    """
-    is_measured = run.comparable and bool(run.measure(IMAGES_PER_SEC))
-    return is_measured and not run.neighbours and not run.is_simulated
 
 
 def code_of(run: RunRecord | Job) -> str:

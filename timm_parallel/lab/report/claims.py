@@ -61,10 +61,16 @@ class Comparison:
     # Name of the first configuration, with the title of its group if there are several groups.
     label: str
     group: Group
-    a: Configuration
-    b: Configuration
     contrast: Contrast
     verdict: str
+
+    @property
+    def a(self) -> Configuration:
+        return self.group.named(self.contrast.a)
+
+    @property
+    def b(self) -> Configuration:
+        return self.group.named(self.contrast.b)
 
     @property
     def doubt(self) -> str:
@@ -97,25 +103,25 @@ class Evidence:
         """Return the comparisons that a claim is about: those of two strategies by one measured
         value, the first strategy on 2 devices or more.
         """
-        claim, comparisons = CLAIMS[number], []
-        for group in self.groups:
-            for contrast in group.by_measure.get(claim["measure"], ()):
-                a, b = group.named(contrast.a), group.named(contrast.b)
-                if (
-                    [a.first.strategy, b.first.strategy] == claim["strategies"]
-                    and a.first.devices > 1
-                    and contrast.effect is not None
-                ):
-                    comparisons.append(
-                        Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict)
-                    )
-        return comparisons
+        claim = CLAIMS[number]
+        every = [
+            Comparison(self.label(group, contrast.a), group, contrast, contrast.verdict)
+            for group in self.groups
+            for contrast in group.by_measure.get(claim["measure"], ())
+            if contrast.effect is not None
+        ]
+        return [
+            c
+            for c in every
+            if [c.a.first.strategy, c.b.first.strategy] == claim["strategies"]
+            and c.a.first.devices > 1
+        ]
 
-    def label(self, group: Group, point: Configuration) -> str:
+    def label(self, group: Group, label: str) -> str:
         """Return the label of a configuration. If there are several groups, add the title of its
         group.
         """
-        return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
+        return label if len(self.groups) == 1 else f"{label} ({group.title})"
 
     def in_every_run(
         self,
@@ -268,7 +274,7 @@ def _peaks(e: Evidence, strategy: str, other: str) -> str:
         next_to = simplest(group.members, other, devices)
         of_other = f", {other} {_gib(next_to)}" if next_to and next_to.peak_bytes else ""
         if point.peak_bytes:
-            texts.append(f"{e.label(group, point)}: {_gib(point)}{of_other}")
+            texts.append(f"{e.label(group, point.label)}: {_gib(point)}{of_other}")
     return join_short(texts)
 
 
@@ -316,14 +322,10 @@ def _depth(group: Group) -> int:
 
 def ddp_hides_communication(e: Evidence) -> ClaimResult:
     """Check the claim that ddp hides a part of its communication time behind the backward pass."""
-    times = [
-        (e.label(group, point), point.measure("exposed_ms"), point.measure("communication_ms"))
-        for group, point in e.points("ddp")
-    ]
     figures = [
-        f"{label}: {with_range(exposed)} of {with_range(total)} ms exposed"
-        for label, exposed, total in times
-        if exposed and total
+        f"{e.label(group, point.label)}: {with_range(exposed)} of {with_range(total)} ms exposed"
+        for group, point in e.points("ddp")
+        if (exposed := point.measure("exposed_ms")) and (total := point.measure("communication_ms"))
     ]
 
     def is_hidden(run: RunRecord) -> bool | None:

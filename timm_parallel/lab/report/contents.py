@@ -4,9 +4,8 @@ those of report.json, and `row` converts a run to a row of report.csv.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -232,4 +231,4 @@ def _pick(thing: object, *names: str) -> dict[str, Any]:
 def _fields(value: Contrast | Summary | None) -> dict[str, Any] | None:
     if isinstance(value, Contrast):
         return value.fields
-    return dataclasses.asdict(value) if value else None
+    return asdict(value) if value else None

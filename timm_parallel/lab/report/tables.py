@@ -4,10 +4,9 @@ settings is also written as LaTeX for an article. A missing value is a dash, nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
 
 import pandas as pd
 
@@ -44,7 +43,6 @@ NOT_HERE = "n/a"
 MOST_LINKS, MOST_NAMED = 12, 12
 # A run is named as an outlier if its speed is below this share of its configuration's median.
 OUTLIER = 0.75
-MOST_DEVICES = 8
 # Largest number of jobs in the table of unfinished jobs. The file report.csv has all.
 MOST_UNFINISHED = 300
 # Characters of a reason in the table of unfinished jobs.
@@ -98,10 +96,10 @@ def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[
     """Remove the columns of a table that have no value in any row. `kept`: columns that are not
     removed even if they are empty.
     """
-    filled = {*kept}
-    for row in rows:
-        filled |= {name for name, text in row.items() if text not in (DASH, NOT_HERE, "")}
-    return [{name: text for name, text in row.items() if name in filled} for row in rows]
+    empty = (DASH, NOT_HERE, "")
+    filled = {name for row in rows for name, text in row.items() if text not in empty}
+    names = filled.union(kept)
+    return [{name: text for name, text in row.items() if name in names} for row in rows]
 
 
 def _points_table(group: Group) -> Table:
@@ -281,7 +279,7 @@ def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     ]
 
 
-def _keys_table(caption: str, keys: Mapping[str, Sequence[Any]]) -> Table:
+def _keys_table(caption: str, keys: dict[str, list[object]]) -> Table:
     rows = [
         {"key": key, "values": join_short(map(yaml_text, seen), 12)}
         for key, seen in sorted(keys.items())
@@ -361,5 +359,4 @@ def _peaks(point: Configuration, factor: float) -> str:
     if peaks and any(run.shared_memory for run in point.runs):
         devices = point.first.devices
         return f"{peaks[0]} shared by {devices}" if devices > 1 else peaks[0]
-    rest = f", … ({len(peaks)})" if len(peaks) > MOST_DEVICES else ""
-    return ", ".join(peaks[:MOST_DEVICES]) + rest or DASH
+    return ", ".join(peaks) or DASH
