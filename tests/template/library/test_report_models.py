@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ def test_report_title_of_a_changed_model_has_its_parameter_count_and_image_size(
 ) -> None:
     sweep = Sweep(tmp_path / "sweep")
     model = {"name": "vit_tiny", "kwargs": kwargs}
-    recorded = {"model": "vit_tiny", "parameters": parameters, "image_size": pixels}
-    sweep.add("single", 1, config={"model": model}, **recorded)
+    recorded: dict[str, Any] = {"parameters": parameters, "image_size": pixels}
+    sweep.add("single", 1, config={"model": model}, model="vit_tiny", **recorded)
     html, markdown, plain = read(sweep.write())
     [group] = plain["groups"]
     assert group["title"] == f"{title}, strong scaling, global batch 64"
