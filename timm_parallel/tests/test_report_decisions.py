@@ -86,18 +86,6 @@ def test_command_in_the_report_on_a_benchmark_has_no_max_steps_and_no_sweep_keys
     assert "=40" not in command and "sweep." not in command
 
 
-def test_report_lists_one_slow_repeat_as_outlier_without_changing_the_recommendation(
-    tmp_path: Path,
-) -> None:
-    sweep = Sweep(tmp_path / "s")
-    sweep.repeat("single", 1, [1000, 1010, 990])
-    sweep.repeat("dp", 2, [1500, 1510, 1490])
-    sweep.repeat("ddp", 2, [1900, 1910, 980])
-    html, _, plain = read(sweep.write())
-    assert plain["lead"]["point"] == "ddp × 2"
-    assert "Kept: run 8 (ddp × 2): 980 images/s, an outlier." in html
-
-
 def test_report_recommends_dp_only_when_shown_to_be_at_most_3_percent_slower_than_ddp(
     tmp_path: Path,
 ) -> None:
@@ -164,26 +152,23 @@ def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs
     assert html.index(flags[0]) < html.index("<h2>")
 
 
-def test_report_compares_a_disturbed_run_and_lists_the_reason_of_the_disturbance(
+def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
     tmp_path: Path,
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
-    sweep.add("ddp", 2, 1905, block=3, flags=["the second half ran 20 % slower"])
     sweep.add("single", 1, 1005, block=3)
+    sweep.add("ddp", 2, 1905, block=3, flags=["the second half ran 20 % slower"])
+    sweep.add("ddp", 2, 980, block=4)
+    sweep.add("single", 1, 1002, block=4)
+    sweep.add("ddp", 2, 400, block=5, neighbours=2)
+    sweep.add("single", 1, 1001, block=5)
     html, _, plain = read(sweep.write())
-    assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 4
-    assert "Kept: run 15 (ddp × 2): the second half ran 20 % slower." in html
-    assert "4, 1 flagged" in html
-
-
-def test_report_shows_but_does_not_compare_the_speed_of_a_run_with_concurrent_jobs(
-    tmp_path: Path,
-) -> None:
-    sweep = full_sweep(tmp_path / "s")
-    sweep.add("ddp", 2, 400, block=3, neighbours=2)
-    html, _, plain = read(sweep.write())
-    assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 3
-    assert "2 other jobs" in html
+    assert plain["lead"]["point"] == "ddp × 4"
+    assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 5
+    assert "Kept: run 16 (ddp × 2): the second half ran 20 % slower." in html
+    assert "Kept: run 17 (ddp × 2): 980 images/s, an outlier." in html
+    assert "Kept: run 19 (ddp × 2): 2 other jobs ran at the same time; 400 images/s" in html
+    assert "6, 2 flagged" in html
 
 
 def test_report_recommends_to_run_single_when_the_sweep_has_no_comparable_single_run(

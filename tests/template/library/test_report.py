@@ -61,26 +61,15 @@ def test_report_explains_that_dp_on_cpu_uses_threads_and_omits_the_speed_of_dp(
     assert row.count("n/a") == 5
 
 
-def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path) -> None:
-    html, _, _ = read(full_sweep(tmp_path / "s", accelerator="cpu", cores=2).write())
-    assert "ddp × 4 †" in html
-    assert "4 threads on 2 cores" in html
-    assert "ddp × 2 †" not in html
-
-
-def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_per_node(
-    tmp_path: Path,
-) -> None:
-    """The four devices use one thread each. Each thread has one core of the two nodes, so no
-    core is shared.
-    """
-    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
+def test_report_marks_configurations_with_more_threads_than_cores_of_a_node(tmp_path: Path) -> None:
+    sweep = full_sweep(tmp_path / "s", accelerator="cpu", cores=2)
+    # Four devices on two nodes have a core each.
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
     html, _, plain = read(sweep.write())
-    assert [point["needless_threads"] for point in plain["points"]] == [
-        None,
-        None,
-    ] and "†" not in html
+    assert "4 threads on 2 cores" in html
+    crowded = {p["label"]: p["needless_threads"] for p in plain["points"] if p["needless_threads"]}
+    assert crowded == {"dp × 4": [4, 2], "ddp × 4": [4, 2]}
+    assert "ddp × 4 †" in html and "ddp × 2 †" not in html
 
 
 def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path: Path) -> None:
@@ -254,26 +243,23 @@ def test_report_ignores_result_json_fields_of_wrong_type(
     assert plain["points"][0]["images_per_sec"] is None
 
 
-def test_report_excludes_a_run_whose_world_size_differs_from_the_requested_devices(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"world_size": 1}, "2 devices requested, world size 1 measured"),
+        ({"devices": "two", "world_size": None}, "devices is &#39;two&#39;"),
+    ],
+)
+def test_report_excludes_a_run_without_the_requested_number_of_devices(
+    tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
-    sweep.add("ddp", 2, 9999, world_size=1)
+    path = sweep.add("ddp", 2, 9999) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     html, _, plain = read(sweep.write())
-    assert "not compared: 2 devices requested, world size 1 measured" in html
+    assert f"not compared: {reason}" in html
     assert plain["runs"][-1]["compared"] is False
     assert all(p["images_per_sec"]["high"] < 9999 for p in plain["points"])
-
-
-def test_report_excludes_a_run_whose_result_json_has_no_number_of_devices(tmp_path: Path) -> None:
-    sweep = full_sweep(tmp_path / "s")
-    path = sweep.add("ddp", 2, 9999) / "result.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None})
-    )
-    html, _, plain = read(sweep.write())
-    assert "devices is &#39;two&#39;" in html
-    assert plain["runs"][-1]["compared"] is False
 
 
 def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path) -> None:

@@ -247,14 +247,10 @@ def test_verdict_is_open_when_some_runs_of_the_new_code_diverge() -> None:
         assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, True)
 
 
-def test_verdict_never_calls_code_better_that_loses_runs() -> None:
-    head = [*shifted(0.1)[:-1], None]
-    assert verdict_on(runs_of(ACCURACIES, head)).word == NO_DIFFERENCE
-
-
-def test_verdict_is_no_difference_when_the_same_seed_diverges_in_both_versions() -> None:
-    lost = [*ACCURACIES[:-1], None]
-    assert verdict_on(runs_of(lost, lost)).word == NO_DIFFERENCE
+@pytest.mark.parametrize("base", [ACCURACIES, [*ACCURACIES[:-1], None]])
+def test_verdict_never_calls_code_better_that_loses_runs(base: Sequence[float | None]) -> None:
+    """The last seed diverges in head alone, or in both versions."""
+    assert verdict_on(runs_of(base, [*shifted(0.1)[:-1], None])).word == NO_DIFFERENCE
 
 
 @pytest.mark.parametrize(("status", "word"), [("failed", FAILED), ("waiting", UNKNOWN)])
