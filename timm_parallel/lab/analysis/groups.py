@@ -354,10 +354,13 @@ class Group:
         of a comparison of strategies were disturbed, or a setting is shown to be better although
         some of its runs ran out of memory or diverged, or one of the pair has one value.
         """
-        a, b = self.named(contrast.a), self.named(contrast.b)
-        is_doubtful = min(len(a.values), len(b.values)) < 2 or not a.is_sound
-        is_void = contrast.verdict == SUPPORTED and is_doubtful
-        if is_void if self.kind == "settings" else self.disturbed:
+        if self.kind == "strategies":
+            is_void = self.disturbed
+        else:
+            a, b = self.named(contrast.a), self.named(contrast.b)
+            is_doubtful = min(len(a.values), len(b.values)) < 2 or not a.is_sound
+            is_void = contrast.verdict == SUPPORTED and is_doubtful
+        if is_void:
             return replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
         return contrast
 

@@ -176,7 +176,6 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
     unit = ", points" if group.scale.is_proportion else ""
     effect = f"{'ratio' if group.scale.is_ratio else 'difference'}{unit}"
     lower = ", lower is better" if group.scale.lower_is_better else ""
-    peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
     to_text = points if group.scale.is_proportion else figure
     deviation = DASH if setting.deviation is None else to_text(setting.deviation)
@@ -194,7 +193,9 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
         VERDICT: ANSWERS[contrast.verdict] if contrast else "",
         DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
-        "memory, MiB": DASH if peak is None else figure(peak / 2**20),
+        "memory, MiB": _median(
+            max(setting.peak_bytes, key=lambda peak: peak.median, default=None), 2**-20
+        ),
         "J per image": _median(setting.measure("joules_per_image")),
     }
 
