@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -75,7 +75,7 @@ def _plot(
     from matplotlib.figure import Figure
 
     rows = [_whole(label) for label in dict.fromkeys(frame.get("label", ()))]
-    lines = max(sum(text.count("\n") + 1 for text in rows), len(frame) / 3)
+    lines = max(sum(text.count("\n") + 1 for text in rows), len(frame) / 6)
     height = 1.4 + 0.24 * lines if rows else HEIGHT
     # Give each plot its own salt for the ids in the SVG, so that no two plots of a page share one.
     with matplotlib.rc_context({"svg.hashsalt": f"{group.title}{name}"}, fname=STYLE):
@@ -85,6 +85,7 @@ def _plot(
         paint(axes, frame)
         if rows:
             axes.set_yticks(range(len(rows)), rows)
+            axes.margins(y=0.6 / len(rows))
             axes.invert_yaxis()
         handles, labels = axes.get_legend_handles_labels()
         if len(handles) > 1:
@@ -173,7 +174,6 @@ def _paint_intervals(
             markersize=5,
             linewidth=1.2,
         )
-    axes.margins(y=0.6 / len(frame))
 
 
 def _whole(label: str) -> str:
@@ -223,28 +223,32 @@ def _memory(group: Group) -> pd.DataFrame:
     """Build a table of the peak memory of each device. It is empty on a CPU, where the devices
     share memory.
     """
-    members = group.members if group.runs[0].accelerator != "cpu" else ()
     rows = [
         [point.label, point.first.strategy, device]
         + [value / 2**30 for value in (peak.median, peak.low, peak.high)]
-        for point in members
+        for point in group.members
+        if point.first.accelerator != "cpu"
         for device, peak in enumerate(point.peak_bytes)
     ]
     return pd.DataFrame(rows, columns=["point", "strategy", "device", "gib", "low", "high"])
 
 
 def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
-    looks: dict[str, Any] = {
-        "edgecolor": "white",
-        "alpha": 0.85,
-        "error_kw": {"elinewidth": 0.8, "ecolor": QUIET},
-    }
     for y, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
         _, color = LOOKS.get(peaks["strategy"].iloc[0], OTHER)
         width = 0.8 / len(peaks)
         centers = y - 0.4 + width * (peaks["device"] + 0.5)
         reach = (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"])
-        bars = axes.barh(centers, peaks["gib"], width, xerr=reach, color=color, **looks)
+        bars = axes.barh(
+            centers,
+            peaks["gib"],
+            width,
+            xerr=reach,
+            color=color,
+            edgecolor="white",
+            alpha=0.85,
+            error_kw={"elinewidth": 0.8, "ecolor": QUIET},
+        )
         bars.patches[0].set_hatch("///")
     axes.set_xlabel("peak, GiB per device")
 
@@ -315,9 +319,11 @@ def _label_values(axis: Axis, scale: str) -> None:
     """Label the ticks of a logarithmic axis with plain numbers, because losses of one sweep often
     lie between two powers of ten.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
 
     if scale == "log":
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        low, high = axis.get_view_interval()
+        wide = LogLocator(subs=(1, 2, 5), numticks=8)
+        axis.set_major_locator(wide if high > 4 * low else AutoLocator())
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
