@@ -271,60 +271,32 @@ def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path)
     assert "--config-path" in plain["lead"]["command"]
 
 
-def _cut_off(folder: Path) -> None:
-    (folder / "jobs.json").write_text('{"format": 1, "jobs": [{"id"')
-
-
-def _no_jobs(folder: Path) -> None:
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"jobs": []}))
-
-
-def _half_result(folder: Path) -> None:
-    path = folder / "0" / "result.json"
-    path.write_text(path.read_text()[:40])
-
-
-def _newer(name: str) -> Any:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("damage", "named", "words"),
+    ("name", "content", "named", "words"),
     [
-        (lambda folder: (folder / "jobs.json").unlink(), "", "no jobs.json and no result.json"),
-        (
-            lambda folder: (folder / "jobs.json").write_text("[]"),
-            "jobs.json",
-            "not of this project",
-        ),
-        (
-            lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'),
-            "jobs.json",
-            "not of this project",
-        ),
-        (_no_jobs, "jobs.json", "lists no jobs"),
-        (_cut_off, "jobs.json", "damaged"),
-        (_half_result, "0/result.json", "cannot be read as JSON"),
-        (
-            lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"),
-            "0/config.yaml",
-            "as YAML",
-        ),
-        (_newer("jobs.json"), "jobs.json", "newer than this code reads"),
-        (_newer("0/result.json"), "0/result.json", "newer than this code reads"),
+        ("jobs.json", None, "", "no jobs.json and no result.json"),
+        ("jobs.json", "[]", "jobs.json", "not of this project"),
+        ("jobs.json", '{"jobs": 3}', "jobs.json", "not of this project"),
+        ("jobs.json", {"jobs": []}, "jobs.json", "lists no jobs"),
+        ("jobs.json", '{"format": 1, "jobs": [{"id"', "jobs.json", "damaged"),
+        ("0/result.json", '{"status": "do', "0/result.json", "cannot be read as JSON"),
+        ("0/config.yaml", "a: [1", "0/config.yaml", "as YAML"),
+        ("jobs.json", {"format": FORMAT + 1}, "jobs.json", "newer than this code reads"),
+        ("0/result.json", {"format": FORMAT + 1}, "0/result.json", "newer than this code reads"),
     ],
 )
 def test_report_error_names_the_invalid_sweep_file_in_one_line(
-    tmp_path: Path, damage: Any, named: str, words: str
+    tmp_path: Path, name: str, content: str | dict[str, Any] | None, named: str, words: str
 ) -> None:
+    """`content`: what is written to the file, or the fields to change in it. None: it is gone."""
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1)
-    damage(sweep.write())
+    path = sweep.write() / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.write_text(content or "")
+    if content is None:
+        path.unlink()
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         write_report([sweep.folder])
     assert str(sweep.folder / named) in str(refused.value)
