@@ -59,18 +59,11 @@ def sweep_over_rates(
     """Build the files of a sweep over optim.lr. `rates` is a dictionary from learning rate to
     the mean of the metric. Small noise differs between runs.
     """
-    sweep = Sweep(folder)
-    for seed in range(seeds):
-        for place, (rate, mean) in enumerate((RATES if rates is None else rates).items()):
-            value = mean + 0.01 * seed + noise * ((place + seed * 2) % 3 - 1)
-            changed = {
-                "optim": {"lr": float(rate)},
-                "checkpoint": {"metric": metric},
-                "seed": seed,
-            } | (config or {})
-            val = {metric.partition("/")[2]: value}
-            add(sweep, [f"optim.lr={rate}"], changed, block=seed, val=val, **changes)
-    return sweep
+    values = {
+        rate: [mean + 0.01 * seed + noise * ((place + seed * 2) % 3 - 1) for seed in range(seeds)]
+        for place, (rate, mean) in enumerate((rates or RATES).items())
+    }
+    return of_values(folder, values, metric, config=config, **changes)
 
 
 def add(sweep: Sweep, overrides: list[str], config: dict[str, Any], **changes: Any) -> Path:
@@ -80,15 +73,31 @@ def add(sweep: Sweep, overrides: list[str], config: dict[str, Any], **changes: A
 
 
 def of_values(
-    folder: Path, values: dict[str, list[float]], metric: str = "val/loss", first_seed: int = 0
+    folder: Path,
+    values: dict[str, list[float]],
+    metric: str = "val/loss",
+    first_seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Sweep:
-    """Build the files of a sweep over optim.lr from the value of each learning rate and seed."""
+    """Build the files of a sweep over optim.lr from the value of each learning rate and seed. A
+    repeat has the jobs of one seed.
+    """
     sweep = Sweep(folder)
-    for rate, of_seeds in values.items():
-        for seed, value in enumerate(of_seeds, start=first_seed):
-            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
-            val = {metric.partition("/")[2]: value}
-            add(sweep, [f"optim.lr={rate}"], config, block=seed, val=val)
+    for block in range(max(map(len, values.values()))):
+        for rate, of_seeds in values.items():
+            seed = first_seed + block
+            keys = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": metric}, "seed": seed}
+            if block < len(of_seeds):
+                val = {metric.partition("/")[2]: of_seeds[block]}
+                add(
+                    sweep,
+                    [f"optim.lr={rate}"],
+                    keys | (config or {}),
+                    block=seed,
+                    val=val,
+                    **changes,
+                )
     return sweep
 
 
@@ -768,17 +777,9 @@ def sweep_that_stops(
     """Build the files of a sweep over optim.lr that added repeats until its comparisons were
     decided. The first learning rate is the baseline.
     """
-    sweep, baseline = Sweep(folder), f"optim.lr={next(iter(values))}"
-    for rate, of_seeds in values.items():
-        for seed, value in enumerate(of_seeds):
-            keys = {"repeats": "auto", "max_repeats": 12, "smallest": smallest}
-            config = {"optim": {"lr": float(rate)}, "checkpoint": {"metric": "val/acc"}}
-            config |= {
-                "seed": seed,
-                "sweep": {**keys, "baseline": baseline},
-            }
-            add(sweep, [f"optim.lr={rate}"], config, block=seed, val={"acc": value})
-    return sweep.write()
+    keys = {"repeats": "auto", "max_repeats": 12, "smallest": smallest}
+    config = {"sweep": {**keys, "baseline": f"optim.lr={next(iter(values))}"}}
+    return of_values(folder, values, "val/acc", config=config).write()
 
 
 NOISE = [0.004 * math.sin(2 + 5 * seed) for seed in range(12)]
