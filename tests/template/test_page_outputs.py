@@ -18,11 +18,6 @@ from scripts.maintain.docs_outputs import (
     draw_flowers,
 )
 
-# Dictionary from a pattern of commands that are not run to the reason why another run may print
-# other words.
-VARIES = {
-    "make -s tune": "the fastest settings of a machine may be others",
-}
 BLOCKS = {
     page.name: blocks
     for page in PAGES
@@ -51,8 +46,6 @@ def test_output_shown_on_a_page_has_the_same_words_as_a_new_run_of_the_command(
     draw_flowers(tmp_path / "data")
     different = []
     for _, command, lines, shown in BLOCKS[page]:
-        if any(re.match(pattern, command) for pattern in VARIES):
-            continue
         output = captured(command, lines or None, tmp_path / "project", tmp_path / "data")
         different += [(command, line) for line in {*words_of(shown)} ^ {*words_of(output)}]
     assert different == []

@@ -187,13 +187,13 @@ def _differing(
     """Return (step, metric, recorded value, repeated value) for each value that is not equal bit
     for bit. Sort by step, and put the loss before other metrics of the same step.
     """
-    found = []
-    for name, curve in recorded.items():
-        for step, value in curve.items():
-            again = repeated.get(name, {}).get(step)
-            # Compare the texts, because NaN is not equal to itself.
-            if repr(value) != repr(again):
-                found.append((step, name, value, again))
+    found = [
+        (step, name, value, again)
+        for name, curve in recorded.items()
+        for step, value in curve.items()
+        # Compare the texts, because NaN is not equal to itself.
+        if repr(value) != repr(again := repeated.get(name, {}).get(step))
+    ]
     return sorted(found, key=lambda each: (each[0], each[1] != LOSS, each[1]))
 
 

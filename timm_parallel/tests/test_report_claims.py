@@ -27,26 +27,14 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 NUMBERS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
-def test_report_lists_every_claim_about_dp_and_ddp_once_in_the_order_of_the_claim_numbers(
+def test_report_lists_every_claim_about_dp_and_ddp_as_supported_when_measurements_agree(
     tmp_path: Path,
 ) -> None:
     claims = read(full_sweep(tmp_path / "s").write())[2]["claims"]
-    assert [claim["number"] for claim in claims] == NUMBERS
-    assert {claim["verdict"] for claim in claims} <= {
-        SUPPORTED,
-        NOT_SUPPORTED,
-        INCONCLUSIVE,
-        NOT_MEASURABLE,
-    }
-    assert all(claim["runs"] for claim in claims if claim["verdict"] != NOT_MEASURABLE)
-    assert all(claim["reason"] for claim in claims if claim["verdict"] == NOT_MEASURABLE)
-
-
-def test_report_claims_about_dp_and_ddp_are_supported_when_measurements_agree(
-    tmp_path: Path,
-) -> None:
+    # Claim 6 needs two models.
     expected = dict.fromkeys(NUMBERS, SUPPORTED) | {6: NOT_MEASURABLE}
-    assert verdicts(full_sweep(tmp_path / "s").write()) == expected
+    assert [(claim["number"], claim["verdict"]) for claim in claims] == [*expected.items()]
+    assert all(claim["reason"] if claim["number"] == 6 else claim["runs"] for claim in claims)
 
 
 @pytest.mark.parametrize(
@@ -235,45 +223,31 @@ def test_speed_claim_is_inconclusive_and_states_the_repeats_needed_when_runs_are
 
 
 @pytest.mark.slow(seconds=1)
-def test_claim_that_dp_is_slow_with_small_layers_compares_deep_and_shallow_models(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ([({"depth": 24}, 1100)], SUPPORTED),
+        ([({"depth": 24}, 1990)], NOT_SUPPORTED),
+        ([({"depth": 24}, 1800)], INCONCLUSIVE),
+        # The depth of the RNN lies between the depths of the two transformers. If the RNN were
+        # compared with the deeper transformer, the claim could not fail.
+        ([({"depth": 32}, 1200), ({"layers": [4, 4]}, 1400)], SUPPORTED),
+        ([({"depth": 32}, 1200), ({"layers": [4, 4]}, 1990)], NOT_SUPPORTED),
+    ],
+)
+def test_claim_that_dp_is_slow_with_small_layers_compares_each_model_with_the_shallowest(
+    tmp_path: Path, models: list[tuple[dict[str, Any], float]], expected: str
 ) -> None:
-    def deep(depth: int) -> dict[str, Any]:
-        return {"model": {"name": "vit", "kwargs": {"depth": depth}}}
-
-    results = []
-    for many in (1100, 1990, 1800):
-        sweep = Sweep(tmp_path / f"s{many}")
-        for depth, speed in ((24, many), (2, 1800)):
-            sweep.repeat("single", 1, [1000, 1011, 993], config=deep(depth))
-            sweep.repeat("dp", 2, [speed, speed - 8, speed + 9], config=deep(depth))
-            sweep.repeat("ddp", 2, [1900, 1890, 1910], config=deep(depth))
-        results.append(verdicts(sweep.write())[6])
-    assert results == [SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE]
-
-
-def test_claim_that_dp_is_slow_with_small_layers_compares_rnn_with_shallow_model_only(
-    tmp_path: Path,
-) -> None:
-    """The depth of the RNN lies between the depths of the two transformers. If the RNN were
-    compared with the deeper transformer, the claim could not fail.
-    """
-    results = []
-    for rnn in (1400, 1990):
-        sweep = Sweep(tmp_path / f"s{rnn}")
-        for kwargs, speed in (
-            ({"depth": 32}, 1200),
-            ({"layers": [4, 4]}, rnn),
-            ({"depth": 2}, 1800),
-        ):
-            config = {"model": {"name": "model", "kwargs": kwargs}}
-            sweep.repeat("single", 1, [1000, 1004, 997], config=config)
-            sweep.repeat("dp", 2, [speed, speed - 4, speed + 5], config=config)
-            sweep.repeat("ddp", 2, [1900, 1890, 1910], config=config)
-        claim = next(c for c in read(sweep.write())[2]["claims"] if c["number"] == 6)
-        assert str(claim).count("at depth 2") == 1 and "at depth 8" not in str(claim)
-        results.append(claim["verdict"])
-    assert results == [SUPPORTED, NOT_SUPPORTED]
+    """`models`: size of each deep model, and its speed with dp."""
+    sweep = Sweep(tmp_path / "s")
+    for kwargs, speed in (*models, ({"depth": 2}, 1800)):
+        config = {"model": {"name": "model", "kwargs": kwargs}}
+        sweep.repeat("single", 1, [1000, 1011, 993], config=config)
+        sweep.repeat("dp", 2, [speed, speed - 8, speed + 9], config=config)
+        sweep.repeat("ddp", 2, [1900, 1890, 1910], config=config)
+    claim = next(c for c in read(sweep.write())[2]["claims"] if c["number"] == 6)
+    assert claim["verdict"] == expected
+    assert str(claim).count("at depth 2") == 1 and "at depth 8" not in str(claim)
 
 
 def test_report_claims_that_need_gpus_are_not_measurable_on_cpu(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from timm_parallel.lab.analysis.selection import choose
-from timm_parallel.lab.analysis.statistics import SUPPORTED, decide, estimate
+from timm_parallel.lab.analysis.statistics import SUPPORTED, choose, decide, estimate
 
 Row = tuple[str, object, float]
 Key = tuple[str, int]

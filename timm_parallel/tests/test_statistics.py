@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from timm_parallel.lab.analysis.findings import Finding
-from timm_parallel.lab.analysis.selection import choose
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     LEVEL,
@@ -22,6 +21,7 @@ from timm_parallel.lab.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
     Estimate,
+    choose,
     decide,
     estimate,
     summarize,
@@ -53,25 +53,19 @@ def noisy(points: dict[str, float], blocks: int, seed: int, noise: float = 0.05)
     ]
 
 
-def test_interval_of_a_speed_ratio_measured_in_repeats_equals_the_paired_t_test() -> None:
-    rows = noisy({"a": 110, "b": 100}, 6, seed=1)
+@pytest.mark.parametrize(
+    ("in_repeats", "textbook"), [(True, stats.ttest_rel), (False, stats.ttest_ind)]
+)
+def test_interval_of_a_speed_ratio_equals_the_paired_or_the_unpaired_t_test(
+    in_repeats: bool, textbook: Any
+) -> None:
+    noise = noisy({"a": 110, "b": 100}, 6, seed=1)
+    rows = [(name, block if in_repeats else "all", value) for name, block, value in noise]
     a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
-    expected = stats.ttest_rel(a, b).confidence_interval(1 - LEVEL)
+    ends = textbook(a, b).confidence_interval(1 - LEVEL)
     [result] = decide(estimate(rows, [("a", "b")]))
-    assert (result.low, result.high) == pytest.approx(
-        (math.exp(expected.low), math.exp(expected.high))
-    )
+    assert (result.low, result.high) == pytest.approx((math.exp(ends.low), math.exp(ends.high)))
     assert result.effect == pytest.approx(math.exp(np.mean(a) - np.mean(b)))
-
-
-def test_interval_of_a_speed_ratio_measured_without_repeats_equals_the_unpaired_t_test() -> None:
-    rows = [(name, "all", value) for name, _, value in noisy({"a": 110, "b": 100}, 6, seed=2)]
-    a, b = ([math.log(row[2]) for row in rows if row[0] == name] for name in "ab")
-    expected = stats.ttest_ind(a, b).confidence_interval(1 - LEVEL)
-    [result] = decide(estimate(rows, [("a", "b")]))
-    assert (result.low, result.high) == pytest.approx(
-        (math.exp(expected.low), math.exp(expected.high))
-    )
 
 
 @given(st.integers(0, 10_000))

@@ -61,26 +61,15 @@ def test_report_explains_that_dp_on_cpu_uses_threads_and_omits_the_speed_of_dp(
     assert row.count("n/a") == 5
 
 
-def test_report_marks_configurations_with_more_threads_than_cores(tmp_path: Path) -> None:
-    html, _, _ = read(full_sweep(tmp_path / "s", accelerator="cpu", cores=2).write())
-    assert "ddp × 4 †" in html
-    assert "4 threads on 2 cores" in html
-    assert "ddp × 2 †" not in html
-
-
-def test_report_does_not_mark_four_threads_on_two_nodes_with_two_cores_per_node(
-    tmp_path: Path,
-) -> None:
-    """The four devices use one thread each. Each thread has one core of the two nodes, so no
-    core is shared.
-    """
-    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}, accelerator="cpu", cores=2)
+def test_report_marks_configurations_with_more_threads_than_cores_of_a_node(tmp_path: Path) -> None:
+    sweep = full_sweep(tmp_path / "s", accelerator="cpu", cores=2)
+    # Four devices on two nodes have a core each.
     sweep.repeat("ddp", 4, [3600, 3610, 3590], nodes=2)
     html, _, plain = read(sweep.write())
-    assert [point["needless_threads"] for point in plain["points"]] == [
-        None,
-        None,
-    ] and "†" not in html
+    assert "4 threads on 2 cores" in html
+    crowded = {p["label"]: p["needless_threads"] for p in plain["points"] if p["needless_threads"]}
+    assert crowded == {"dp × 4": [4, 2], "ddp × 4": [4, 2]}
+    assert "ddp × 4 †" in html and "ddp × 2 †" not in html
 
 
 def test_report_puts_strong_and_weak_scaling_runs_into_separate_groups(tmp_path: Path) -> None:
@@ -254,26 +243,23 @@ def test_report_ignores_result_json_fields_of_wrong_type(
     assert plain["points"][0]["images_per_sec"] is None
 
 
-def test_report_excludes_a_run_whose_world_size_differs_from_the_requested_devices(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"world_size": 1}, "2 devices requested, world size 1 measured"),
+        ({"devices": "two", "world_size": None}, "devices is &#39;two&#39;"),
+    ],
+)
+def test_report_excludes_a_run_without_the_requested_number_of_devices(
+    tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
-    sweep.add("ddp", 2, 9999, world_size=1)
+    path = sweep.add("ddp", 2, 9999) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     html, _, plain = read(sweep.write())
-    assert "not compared: 2 devices requested, world size 1 measured" in html
+    assert f"not compared: {reason}" in html
     assert plain["runs"][-1]["compared"] is False
     assert all(p["images_per_sec"]["high"] < 9999 for p in plain["points"])
-
-
-def test_report_excludes_a_run_whose_result_json_has_no_number_of_devices(tmp_path: Path) -> None:
-    sweep = full_sweep(tmp_path / "s")
-    path = sweep.add("ddp", 2, 9999) / "result.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"devices": "two", "world_size": None})
-    )
-    html, _, plain = read(sweep.write())
-    assert "devices is &#39;two&#39;" in html
-    assert plain["runs"][-1]["compared"] is False
 
 
 def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path) -> None:
@@ -285,60 +271,32 @@ def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path)
     assert "--config-path" in plain["lead"]["command"]
 
 
-def _cut_off(folder: Path) -> None:
-    (folder / "jobs.json").write_text('{"format": 1, "jobs": [{"id"')
-
-
-def _no_jobs(folder: Path) -> None:
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"jobs": []}))
-
-
-def _half_result(folder: Path) -> None:
-    path = folder / "0" / "result.json"
-    path.write_text(path.read_text()[:40])
-
-
-def _newer(name: str) -> Any:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("damage", "named", "words"),
+    ("name", "content", "named", "words"),
     [
-        (lambda folder: (folder / "jobs.json").unlink(), "", "no jobs.json and no result.json"),
-        (
-            lambda folder: (folder / "jobs.json").write_text("[]"),
-            "jobs.json",
-            "not of this project",
-        ),
-        (
-            lambda folder: (folder / "jobs.json").write_text('{"jobs": 3}'),
-            "jobs.json",
-            "not of this project",
-        ),
-        (_no_jobs, "jobs.json", "lists no jobs"),
-        (_cut_off, "jobs.json", "damaged"),
-        (_half_result, "0/result.json", "cannot be read as JSON"),
-        (
-            lambda folder: (folder / "0" / "config.yaml").write_text("a: [1"),
-            "0/config.yaml",
-            "as YAML",
-        ),
-        (_newer("jobs.json"), "jobs.json", "newer than this code reads"),
-        (_newer("0/result.json"), "0/result.json", "newer than this code reads"),
+        ("jobs.json", None, "", "no jobs.json and no result.json"),
+        ("jobs.json", "[]", "jobs.json", "not of this project"),
+        ("jobs.json", '{"jobs": 3}', "jobs.json", "not of this project"),
+        ("jobs.json", {"jobs": []}, "jobs.json", "lists no jobs"),
+        ("jobs.json", '{"format": 1, "jobs": [{"id"', "jobs.json", "damaged"),
+        ("0/result.json", '{"status": "do', "0/result.json", "cannot be read as JSON"),
+        ("0/config.yaml", "a: [1", "0/config.yaml", "as YAML"),
+        ("jobs.json", {"format": FORMAT + 1}, "jobs.json", "newer than this code reads"),
+        ("0/result.json", {"format": FORMAT + 1}, "0/result.json", "newer than this code reads"),
     ],
 )
 def test_report_error_names_the_invalid_sweep_file_in_one_line(
-    tmp_path: Path, damage: Any, named: str, words: str
+    tmp_path: Path, name: str, content: str | dict[str, Any] | None, named: str, words: str
 ) -> None:
+    """`content`: what is written to the file, or the fields to change in it. None: it is gone."""
     sweep = Sweep(tmp_path / "s")
     sweep.add("single", 1)
-    damage(sweep.write())
+    path = sweep.write() / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.write_text(content or "")
+    if content is None:
+        path.unlink()
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         write_report([sweep.folder])
     assert str(sweep.folder / named) in str(refused.value)
@@ -575,7 +533,7 @@ def test_report_py_exits_2_in_one_line_for_a_link_loop_or_an_unwritable_folder(
 
 def test_record_of_a_job_without_result_json_has_no_measurements(tmp_path: Path) -> None:
     run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
-    assert (run.strategy, run.devices, run.comparable) == ("ddp", 2, False)
+    assert (run.strategy, run.devices, run.comparable) == ("", 0, False)
     assert (
         run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []
     )

@@ -75,39 +75,36 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
     )
     assert lead["contrast"]["ratio"] == pytest.approx(1.502, abs=0.005)
     assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
-    # bf16 may change the accuracy. Therefore the sentence must also name the fastest setting
-    # without bf16.
-    found = findings(lead)
-    assert found["changes_training"] == {"key": "train.precision", "value": "bf16"}
-    best = found["fastest_of_only_speed"]
-    assert best["changes"] == {"model.channels_last": "true"}
-    assert best["contrast"]["ratio"] == pytest.approx(1.102, abs=0.005)
+    better = findings(lead)["better"]
+    labels = (better["setting"]["label"], better["baseline"]["label"])
+    # The label of a setting has only what it changes.
+    assert labels == (", ".join(sorted(both.split())), "the current settings")
+    assert "images/s is 1.50 × as high" in lead["sentence"]
+    assert lead["value"] == pytest.approx(151.7, abs=0.1)
 
 
 @pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize(
-    ("speeds", "flags"),
+    ("speeds", "kind"),
     [
         # The speeds vary so much that the comparison is inconclusive.
-        ({"": [100, 120, 90], "train.precision=bf16": [110, 100, 130]}, ()),
-        ({"": [100, 101, 100], "train.precision=bf16": [90, 91, 90]}, ()),
-        (
-            {"": [100, 100.1, 100], "train.precision=bf16": [101, 101.1, 101]},
-            # The gain of 1 % is below sweep.smallest_difference.
-            (),
-        ),
-        ({"": [100], "train.precision=bf16": [150]}, ()),
-        (
-            {"": [100, 101, 100], "train.precision=bf16": [150, 151, 150]},
-            ("other programs kept 1.0 of 2 processors busy",),
-        ),
+        (([100, 120, 90], [110, 100, 130]), "best_mean"),
+        # The current settings are shown to be the fastest.
+        (([100, 101, 100], [90, 91, 90]), "better"),
+        # The gain of 1 % is below sweep.smallest_difference.
+        (([100, 100.1, 100], [101, 101.1, 101]), "best_mean"),
+        (([100], [150]), "too_few_repeats"),
+        (([100, 101, 100], []), "only_setting"),
+        (([100, 101, 100], [150, 151, 150]), "disturbed"),
     ],
 )
 def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
-    tmp_path: Path, speeds: dict[str, list[float]], flags: tuple[str, ...]
+    tmp_path: Path, speeds: tuple[list[float], list[float]], kind: str
 ) -> None:
-    lead = tuned(tmp_path / "sweep", speeds, flags)
-    assert list(findings(lead)) == ["disturbed" if flags else "none_faster"]
+    current, changed = speeds
+    flags = ("other programs kept 1.0 of 2 processors busy",) if kind == "disturbed" else ()
+    lead = tuned(tmp_path / "sweep", {"": current, "train.precision=bf16": changed}, flags)
+    assert lead["findings"][0]["kind"] == kind
     assert lead["sentence"] and not lead["command"] and lead["point"] is None
 
 

@@ -9,21 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from timm_parallel.lab.analysis.groups import Configuration, Group
+from timm_parallel.lab.analysis.groups import Configuration
 
 Kind = Literal[
     # Strategies and numbers of devices, compared by their speed.
     "disturbed",
     "no_speed",
-    "no_common_host",
     "simplest",
     "not_compared",
-    "only_strategy",
+    "alone",
     "no_gain",
-    "no_single",
     "faster_than_single",
-    "second_device",
-    "several_hosts",
     "slow_rank",
     # Settings, compared by a metric.
     "better",
@@ -37,18 +33,10 @@ Kind = Literal[
     "not_worse",
     "other_baseline",
     "lost_runs",
-    "not_recommended",
     "far_off",
     "extended",
     "over_folds",
     "over_seeds",
-    # Settings of a tuning, compared by their speed.
-    "trains_faster",
-    "none_faster",
-    "peak_memory",
-    "changes_training",
-    "first_step",
-    "fastest_of_only_speed",
     # A change of the code.
     "refused",
     "refused_by_code",
@@ -60,21 +48,15 @@ Kind = Literal[
     "noted",
     "not_equal",
     "number_of_verdict",
-    "speed_next_to_jobs",
-    "speed_on_busy_machine",
     # Notes below a table.
-    "mean_of_lost",
-    "unequal_repeats",
-    "single_is_missing",
     "devices_are_threads",
     "more_threads_than_cores",
     "unlike_threads",
-    "outlier",
+    "odd_run",
     # A pair of configurations, and the jobs of a page.
     "pair",
     "ratio",
     "sweep_not_ended",
-    "edited_seed",
     "unknown_direction",
     "code_changed",
 ]
@@ -93,17 +75,12 @@ def finding(kind: Kind, **numbers: Any) -> Finding:
     return Finding(kind, numbers)
 
 
-def other_baseline(group: Group) -> Finding:
-    """Build the finding that no run of the requested baseline is done."""
-    return finding("other_baseline", missing=group.missing_baseline, baseline=group.baseline)
-
-
 def point_numbers(point: Configuration) -> dict[str, Any]:
     """Return what names a strategy on a number of devices."""
     return {
-        "strategy": point.strategy,
-        "devices": point.devices,
-        "nodes": point.nodes,
+        "strategy": point.first.strategy,
+        "devices": point.first.devices,
+        "nodes": point.first.nodes,
         "options": point.options,
     }
 

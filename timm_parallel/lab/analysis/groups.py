@@ -30,8 +30,11 @@ from timm_parallel.lab.analysis.statistics import (
     mean_interval,
     summarize,
 )
+from timm_parallel.machine.text import yaml_text
 
 SPEED = "images_per_sec"
+# Text for a value that was not recorded.
+DASH = "—"
 # Keys that do not change the training, or in which repeats differ on purpose.
 NOT_A_SETTING = (
     *("paths.", "checkpoint.", "cluster.", "sweep.", "search.", "debug", "experiment", "tags"),
@@ -59,18 +62,6 @@ class Configuration:
     def first(self) -> RunRecord:
         """A run of the configuration, from which its settings can be read."""
         return (*self.runs, *self.lost)[0]
-
-    @property
-    def strategy(self) -> str:
-        return self.first.strategy
-
-    @property
-    def devices(self) -> int:
-        return self.first.devices
-
-    @property
-    def nodes(self) -> int:
-        return self.first.nodes
 
     @property
     def options(self) -> str:
@@ -149,44 +140,19 @@ class Configuration:
         return bool(self.values) and not any(run.lost_by_settings for run in self.lost)
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Properties that all runs of a comparison of strategies share, because speeds can only be
-    compared if they are equal.
-    """
-
-    hardware: str
-    accelerator: str
-    model: str
-    # Scaling: strong if the global batch is fixed, weak if the batch per device is fixed.
-    kind: str
-    # The fixed batch size: the global one for strong scaling, the one per device for weak scaling.
-    batch: int | None
-    # Further settings that differ between the groups of a report.
-    settings: str
-    # Name of the model. If model.kwargs changes the model, the name includes its config file and
-    # size.
-    model_name: str
-
-    @property
-    def scaling(self) -> str:
-        batch = "—" if self.batch is None else str(self.batch)
-        if self.kind == "weak":
-            return f"weak scaling, batch {batch} per device"
-        return f"strong scaling, global batch {batch}"
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Group:
     """Configurations that are compared with each other, with the results of the comparison. Groups
     are compared by identity, so two of them are never equal.
     """
 
-    # Strategies and numbers of devices are compared by their speed, settings by a metric, and the
-    # settings of a tuning by their speed.
-    kind: Literal["strategies", "settings", "tuning"]
+    # Strategies and numbers of devices are compared by their speed, settings by a metric, which is
+    # the speed in a tuning.
+    kind: Literal["strategies", "settings"]
     # Differences from the other groups of the report, such as model, batch, data and code.
     title: str
+    # The part of the title with settings other than model and batch, among strategies.
+    settings: str = ""
     members: tuple[Configuration, ...]
     # Label of the configuration with which the others are compared. Empty if there is none.
     baseline: str
@@ -201,8 +167,6 @@ class Group:
     rounding: float = 0.0
     # The requested baseline, if no run of it is done. Empty if the baseline is the requested one.
     missing_baseline: str = ""
-    # Properties that all runs share. None if the group does not compare strategies.
-    shared: Conditions | None = None
     # Results of the comparison, by measure.
     by_measure: Mapping[str, Sequence[Contrast]] = field(default_factory=dict)
     # Smallest relative difference that matters. A smaller one does not count for a verdict.
@@ -211,12 +175,6 @@ class Group:
     level: float = LEVEL
     # Rules by which each comparison with the baseline ends. None if all are tested once, together.
     plan: Plan | None = None
-
-    @property
-    def conditions(self) -> Conditions:
-        """Properties that all runs of a comparison of strategies share."""
-        assert self.shared is not None, "the group does not compare strategies"
-        return self.shared
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -242,12 +200,6 @@ class Group:
 
     def named(self, label: str) -> Configuration:
         return next(c for c in self.members if c.label == label)
-
-    def at(self, strategy: str, devices: int) -> Configuration | None:
-        """Return the configuration of a strategy on a number of devices. If there are several,
-        return the one on the fewest nodes with the fewest options.
-        """
-        return simplest(self.members, strategy, devices)
 
     def over_baseline(self, configuration: Configuration) -> Contrast | None:
         """Return the comparison of a configuration with the baseline by the measure of the headline
@@ -276,7 +228,7 @@ class Group:
 
     @property
     def unit_of_repeats(self) -> str:
-        return self.members[0].block.removeprefix("data.") if self.kind == "settings" else "repeat"
+        return self.members[0].block.removeprefix("data.")
 
     def interval(self, setting: Configuration, level: float = LEVEL) -> tuple[float, float] | None:
         """Return the confidence interval of the mean of a setting with the error rate `level`, or
@@ -293,7 +245,7 @@ class Group:
         """Label of the setting with the best mean. A setting with lost runs is chosen only if every
         setting has lost runs.
         """
-        better = {e.a: e.better for e in self.of_pairs if e.difference is not None}
+        better = {e.a: e.better for e in self.of_pairs(self.metric) if e.difference is not None}
         better[self.baseline] = 0.0
         candidates = [s.label for s in self.complete if s.label in better]
         return max(candidates or [self.baseline], key=lambda label: better[label])
@@ -335,7 +287,7 @@ class Group:
         left = plan.limit - 1 - max(run.block for run in runs)
         return [
             self.named(e.a)
-            for e, contrast in zip(self.of_pairs, self.contrasts, strict=True)
+            for e, contrast in zip(self.of_pairs(self.metric), self.contrasts, strict=True)
             if left > 0
             and plan.answer(e, contrast) == NO_DIFFERENCE
             and not plan.is_futile(e, left)
@@ -348,10 +300,9 @@ class Group:
         means.
         """
 
-        def rank(setting: Configuration) -> tuple[bool, float]:
-            mean = setting.mean
-            value = -math.inf if mean is None else self.scale.sign * mean
-            return setting.label == self.baseline, value
+        def rank(setting: Configuration) -> tuple[bool, bool, float]:
+            value = self.scale.sign * (setting.mean or 0.0)
+            return setting.label == self.baseline, bool(setting.values), value
 
         ranked = sorted(self.members, key=rank, reverse=True)
         return [setting for setting in self.members if setting in ranked[:count]]
@@ -362,10 +313,9 @@ class Group:
         """
         return [self._bounded(self._model(measure, a, b).compare(a, b), measure) for a, b in pairs]
 
-    @property
-    def of_pairs(self) -> list[Estimate]:
-        """Estimates of the compared pairs, for the measure of the headline result."""
-        return self.estimates(self.metric, self.pairs[self.metric])
+    def of_pairs(self, measure: str) -> list[Estimate]:
+        """Estimate the differences of the compared pairs."""
+        return self.estimates(measure, self.pairs[measure])
 
     def _model(self, measure: str, a: str, b: str) -> Model:
         if self.plan is None:
@@ -377,11 +327,10 @@ class Group:
 
     @cached_property
     def _models(self) -> dict[str, Model]:
-        # Speeds of all configurations have about equal noise. For a metric, each setting has its
-        # own noise.
-        equal_noise = self.kind != "settings"
+        # Speeds of all configurations have about equal noise. For another metric, each setting has
+        # its own noise.
         return {
-            measure: Model(rows, self.scale, equal_noise, self.rounding)
+            measure: Model(rows, self.scale, self.scale.is_ratio, self.rounding)
             for measure, rows in self.rows.items()
         }
 
@@ -400,16 +349,20 @@ class Group:
         plain = self._bounded(e.plain, measure) if e.plain else None
         return replace(e, slack=(up, down) if sign < 0 else (down, up), plain=plain)
 
-    def is_void(self, contrast: Contrast) -> bool:
-        """Return True if the measurements do not allow a verdict on a pair of configurations: most
-        runs of a comparison of strategies were disturbed, or a setting is shown to be better
-        although some of its runs ran out of memory or diverged, or one of the pair has one value.
+    def checked(self, contrast: Contrast) -> Contrast:
+        """Return a comparison without its verdict if the measurements do not allow one: most runs
+        of a comparison of strategies were disturbed, or a setting is shown to be better although
+        some of its runs ran out of memory or diverged, or one of the pair has one value.
         """
         if self.kind == "strategies":
-            return self.disturbed
-        a, b = self.named(contrast.a), self.named(contrast.b)
-        has_one_value = min(len(a.values), len(b.values)) < 2
-        return contrast.verdict == SUPPORTED and (has_one_value or not a.is_sound)
+            is_void = self.disturbed
+        else:
+            a, b = self.named(contrast.a), self.named(contrast.b)
+            is_doubtful = min(len(a.values), len(b.values)) < 2 or not a.is_sound
+            is_void = contrast.verdict == SUPPORTED and is_doubtful
+        if is_void:
+            return replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
+        return contrast
 
 
 def simplest(members: Iterable[Configuration], strategy: str, devices: int) -> Configuration | None:
@@ -419,9 +372,9 @@ def simplest(members: Iterable[Configuration], strategy: str, devices: int) -> C
 
     def simplicity(point: Configuration) -> tuple[int, int, str]:
         options_set = sum(value != "null" for value in point.settings.values())
-        return point.nodes, options_set, point.options
+        return point.first.nodes, options_set, point.options
 
-    points = [p for p in members if (p.strategy, p.devices) == (strategy, devices)]
+    points = [p for p in members if (p.first.strategy, p.first.devices) == (strategy, devices)]
     return min(points, key=simplicity, default=None)
 
 
@@ -448,31 +401,24 @@ def with_contrasts(
     `levels`: dictionary from measure to the chance that any verdict on this measure is wrong. The
     key "" stands for the measure of the headline result. By default, only this measure is compared.
     """
-    known: list[dict[str, list[Contrast]]] = [{} for _ in groups]
+    known: dict[Group, dict[str, list[Contrast]]] = {group: {} for group in groups}
     # All groups of a page have the same plan.
     plan = groups[0].plan if groups else None
     for measure, level in (levels or {"": LEVEL}).items():
-        names = [measure or group.metric for group in groups]
-        asked = zip(groups, names, strict=True)
-        estimates = [group.estimates(name, group.pairs[name]) for group, name in asked]
+        estimates = {group: group.of_pairs(measure or group.metric) for group in groups}
         # Decide on the pairs of all groups in one call, because Holm's rule corrects for the number
         # of all pairs.
-        every = [e for of in estimates for e in of]
+        every = [e for of_group in estimates.values() for e in of_group]
         if plan is None:
             decided = iter(decide(every, smallest_difference, level))
         else:
             decided = (_decide_alone(e, plan, smallest_difference) for e in every)
-        for place, group in enumerate(groups):
-            contrasts = [next(decided) for _ in estimates[place]]
-            known[place][names[place]] = [
-                replace(contrast, verdict=NOT_MEASURABLE, blocks_needed=None)
-                if group.is_void(contrast)
-                else contrast
-                for contrast in contrasts
-            ]
+        for group, of_group in estimates.items():
+            contrasts = [group.checked(next(decided)) for _ in of_group]
+            known[group][measure or group.metric] = contrasts
     return [
         replace(group, by_measure=by_measure, smallest_difference=smallest_difference)
-        for group, by_measure in zip(groups, known, strict=True)
+        for group, by_measure in known.items()
     ]
 
 
@@ -485,12 +431,34 @@ def _decide_alone(e: Estimate, plan: Plan, smallest_difference: float) -> Contra
     return replace(contrast, detectable=None, blocks_needed=None)
 
 
+def join_short(items: Iterable[str], limit: int = 4) -> str:
+    unique = list(dict.fromkeys(items))
+    rest = [f"and {len(unique) - limit} more"] if len(unique) > limit else []
+    return "; ".join(unique[:limit] + rest)
+
+
+def model_name(run: RunRecord) -> str:
+    """Return the name of a run's model, for example `resnet18`. If model.kwargs changes the model,
+    add its size: `vit_tiny_patch16_224 (61,114 parameters, 32 px)`.
+    """
+    name = str(run.result.get("model") or DASH)
+    if not any(key.startswith("model.kwargs.") for key in run.config):
+        return name
+    parameters, sides = run.integer("parameters"), run.entries(int, "image_size")
+    pixels = " x ".join(map(str, sides)) or run.integer("image_size")
+    details = [f"{parameters:,} parameters"] if parameters is not None else []
+    details += [f"{pixels} px"] if pixels is not None else []
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
+    return ", ".join(f"{key.removeprefix(prefix)}={yaml_text(run.config.get(key))}" for key in keys)
+
+
 def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
-    columns: dict[str, list[float | None]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            columns[str(name)].append(value)
-    summaries = {name: summarize(column) for name, column in columns.items()}
+    known = list(rows)
+    names = dict.fromkeys(name for row in known for name in row)
+    summaries = {str(name): summarize(row.get(name) for row in known) for name in names}
     return {name: summary for name, summary in summaries.items() if summary}
 
 
@@ -498,13 +466,10 @@ def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     """Return the config keys that differ between the runs, as a dictionary from key to values. A
     missing key counts as null.
     """
-    differing = {}
-    for key, seen in values(run.config for run in runs).items():
-        # The config of a job that has not started yet has auto where others have a value.
-        known = [value for value in seen if value != "auto"]
-        if len(known) > 1:
-            differing[key] = known
-    return differing
+    seen = values(run.config for run in runs)
+    # The config of a job that has not started yet has auto where others have a value.
+    known = {key: [value for value in of_key if value != "auto"] for key, of_key in seen.items()}
+    return {key: of_key for key, of_key in known.items() if len(of_key) > 1}
 
 
 def values(trees: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -15,26 +15,24 @@ from timm_parallel.lab.analysis.findings import (
     Finding,
     Kind,
     finding,
-    other_baseline,
     point_numbers,
     setting_numbers,
 )
 from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.selection import choose, corrected_values
 from timm_parallel.lab.analysis.sequential import EQUAL
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     SUPPORTED,
     Contrast,
+    choose,
+    corrected_values,
 )
 
 # A report names a run whose value is this many standard deviations worse than the median of its
 # setting.
 FAR = 8.0
 TUNE = "experiment=tune"
-# Keys that change more than speed and memory. A report that recommends such a setting adds advice.
-CHANGES_TRAINING = ("train.precision", "data.batch_size", "data.batch_size_per_device")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Recommendation:
 
     group: Group
     findings: tuple[Finding, ...] = ()
-    command: str = ""
     # Label of the recommended configuration.
     point: str | None = None
     # The comparison of two configurations on which the headline result relies.
@@ -58,54 +55,57 @@ class Recommendation:
     # Findings that a reader of the report must know to rely on the headline result.
     notes: tuple[Finding, ...] = ()
 
+    @property
+    def command(self) -> str:
+        """Command that trains the recommended configuration. Empty if there is none."""
+        return command(self.group.named(self.point).runs[0]) if self.point else ""
+
 
 def command(run: RunRecord) -> str:
     """Build the `python train.py …` command that trains with the settings of a run. The step limit
     of a run that only measured speed is left out.
     """
-    full: dict[str, object] = {}
-    if run.is_benchmark:
-        # Reset the number of epochs too, because a run that measured speed stopped before it
-        # reached them.
-        full = {
-            "train.max_steps": "null",
-            "train.epochs": TrainConfig.epochs,
-            "train.evaluate_every": TrainConfig.evaluate_every,
-        }
-    arguments = ["--config-path", str(run.folder), "--config-name", "config"]
-    if run.overrides:
-        given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
-        dropped = ("hydra.", "hydra/", "sweep.")
-        kept = [
-            key
-            for key in given
-            if not key.startswith(dropped) and key not in ("debug", "print_config", *full)
-        ]
-        if given.get("experiment") == TUNE:
-            # Leave out the experiment file of a tuning, because its settings are only for measuring
-            # speed.
-            kept.remove("experiment")
-            full = {}
-        arguments = [given[key] for key in kept]
-    return shlex.join(
-        ["python", "train.py", *arguments, *(f"{key}={value}" for key, value in full.items())]
-    )
+    # Reset the number of epochs too, because a run that measured speed stopped before it reached
+    # them.
+    resets = {
+        "train.max_steps": "null",
+        "train.epochs": TrainConfig.epochs,
+        "train.evaluate_every": TrainConfig.evaluate_every,
+    }
+    reset = [f"{key}={value}" for key, value in resets.items()] if run.is_benchmark else []
+    if not run.overrides:
+        config = ["--config-path", str(run.folder), "--config-name", "config"]
+        return shlex.join(["python", "train.py", *config, *reset])
+    given = {override.lstrip("+~").partition("=")[0]: override for override in run.overrides}
+    left_out = ["debug", "print_config", *(resets if run.is_benchmark else ())]
+    if TUNE in run.overrides:
+        # Leave out the experiment file of a tuning, because its settings are only for measuring
+        # speed.
+        left_out, reset = [*left_out, "experiment"], []
+    kept = [
+        text
+        for key, text in given.items()
+        if key not in left_out and not key.startswith(("hydra.", "hydra/", "sweep."))
+    ]
+    return shlex.join(["python", "train.py", *kept, *reset])
 
 
 def recommend(group: Group) -> Recommendation:
     """Choose the headline result of a group of configurations. Among strategies, it is the simplest
     one that is not relevantly slower than the fastest. Among settings, it is the best one that is
-    shown to be better than the baseline. In a tuning, it is the fastest one that is shown to be
-    faster than the current settings.
+    shown to be better than the baseline.
     """
-    if group.kind == "settings":
-        return replace(_recommend_better(group), notes=tuple(_notes(group)))
-    if group.disturbed:
+    if group.scale.is_ratio and group.disturbed:
         disturbed = [run for run in group.runs if run.flags]
         [(reason, _)] = Counter(flag for run in disturbed for flag in run.flags).most_common(1)
         numbers = {"count": len(disturbed), "runs": len(group.runs), "reason": reason}
         return Recommendation(group, (finding("disturbed", **numbers),))
-    return _recommend_simple(group) if group.kind == "strategies" else _recommend_fastest(group)
+    if group.kind == "strategies":
+        return _recommend_simple(group)
+    lead = replace(_recommend_better(group), notes=tuple(_notes(group)))
+    # A tuning recommends a change of the current settings, or nothing.
+    is_change = lead.point != group.baseline or not group.scale.is_ratio
+    return lead if is_change else replace(lead, point=None)
 
 
 def _recommend_simple(group: Group) -> Recommendation:
@@ -114,74 +114,42 @@ def _recommend_simple(group: Group) -> Recommendation:
     """
     # Sort by nodes and devices. The sort is stable, so that configurations with equally many
     # devices keep their order: single, dp, ddp.
-    simplest_first = sorted(group.members, key=lambda point: (point.nodes, point.devices))
+    simplest_first = sorted(group.members, key=lambda p: (p.first.nodes, p.first.devices))
     chosen = choose(
         group.rows[SPEED], [point.label for point in simplest_first], group.smallest_difference
     )
     if chosen is None:
         return Recommendation(group, (finding("no_speed"),))
     label, contrast, others = chosen
-    point = group.named(label)
+    kind: Kind = "simplest"
     if contrast is None:
-        contrast, findings = _compare_with_single(group, point)
-        if others and contrast is None:
-            apart = finding("no_common_host", point=point_numbers(point), others=others)
-            return Recommendation(group, (apart,))
+        kind = "no_gain" if label == group.baseline else "faster_than_single"
+        contrast = _over_single(group, label)
+    apart = [finding("not_compared", others=others)] if others else []
+    if contrast is not None:
+        a, b = (point_numbers(group.named(name)) for name in (contrast.a, contrast.b))
+        first = finding(kind, point=a, other=b, contrast=contrast.fields)
+    elif apart:
+        return Recommendation(group, tuple(apart))
     else:
-        simplest = finding(
-            "simplest",
-            point=point_numbers(point),
-            fastest=point_numbers(group.named(contrast.b)),
-            smallest_difference=group.smallest_difference,
-            contrast=contrast.fields,
-        )
-        findings = [simplest]
-    if others:
-        findings.append(finding("not_compared", others=others))
-    return Recommendation(group, tuple(findings), command(point.runs[0]), point.label, contrast)
+        point = group.named(label)
+        assert point.speed is not None
+        first = finding("alone", point=point_numbers(point), speed=asdict(point.speed))
+    return Recommendation(group, (first, *apart), label, contrast)
 
 
-def _compare_with_single(
-    group: Group, point: Configuration
-) -> tuple[Contrast | None, list[Finding]]:
-    """Compare a configuration with strategy single. If the configuration is single itself, compare
-    it with the fastest other one. Return (comparison, findings).
+def _over_single(group: Group, label: str) -> Contrast | None:
+    """Return the comparison of a configuration with single, or of single with the fastest other
+    one. Return None if there is none.
     """
-    assert point.speed is not None
-    alone = {"point": point_numbers(point), "speed": asdict(point.speed)}
-    if point.label == group.baseline:
-        contrasts = map(group.over_baseline, group.members)
-        against = [c for c in contrasts if c and c.effect is not None]
-        if not against:
-            return None, [finding("only_strategy", **alone)]
-        # Prefer a configuration on several devices to another one on a single device, because the
-        # report must say if more devices pay.
-        second = max(against, key=lambda c: (group.named(c.a).devices > 1, c.effect or 0))
-        return second, [_over_single("no_gain", group, second)]
-    contrast = group.over_baseline(point)
-    if contrast is None or contrast.effect is None:
-        return None, [finding("no_single", **alone)]
-    findings = [_over_single("faster_than_single", group, contrast)]
-    return contrast, findings + _second_device(group, point)
-
-
-def _over_single(kind: Kind, group: Group, contrast: Contrast) -> Finding:
-    """Return a finding on a strategy and its comparison with single."""
-    point, single = (point_numbers(group.named(label)) for label in (contrast.a, contrast.b))
-    return finding(kind, point=point, single=single, contrast=contrast.fields)
-
-
-def _second_device(group: Group, point: Configuration) -> list[Finding]:
-    """Return the gain from a second device. The list is empty if the recommended configuration has
-    two devices, or if the gain is unknown.
-    """
-    of_two = [group.over_baseline(p) for p in group.members if p.devices == 2]
-    known = [contrast for contrast in of_two if contrast and contrast.effect is not None]
-    if point.devices == 2 or not known:
-        return []
-    return [
-        _over_single("second_device", group, max(known, key=lambda contrast: contrast.effect or 0))
-    ]
+    known = [c for c in group.contrasts if c.b == group.baseline and c.effect is not None]
+    if label != group.baseline:
+        known = [c for c in known if c.a == label]
+    # Prefer a configuration on several devices to another one on a single device, because the
+    # report must say if more devices pay.
+    return max(
+        known, key=lambda c: (group.named(c.a).first.devices > 1, c.effect or 0), default=None
+    )
 
 
 def _recommend_better(group: Group) -> Recommendation:
@@ -207,12 +175,8 @@ def _recommend_better(group: Group) -> Recommendation:
         repeats=group.unit_of_repeats,
         best_of=None if shown else len(group.alive),
     )
-    return replace(
-        _expect(group, chosen, [first], rivals=bool(shown)),
-        command=command(chosen.runs[0]),
-        point=chosen.label,
-        contrast=contrast,
-    )
+    lead = _expect(group, chosen, [first], rivals=bool(shown))
+    return replace(lead, point=chosen.label, contrast=contrast)
 
 
 def _none_better(group: Group) -> Recommendation:
@@ -265,14 +229,14 @@ def _better_without_far_runs(group: Group) -> Iterable[Finding]:
     """
     far = [run for setting, run in _far_off(group) if setting.label == group.baseline]
     # Two values that are left would say little about the noise of the baseline.
-    if len(group.named(group.baseline).values) - len(far) < 3:
+    if not far or len(group.named(group.baseline).values) - len(far) < 3:
         return
     left_out = {(group.baseline, run.config.get(group.members[0].block)) for run in far}
     rows = [row for row in group.rows[group.metric] if row[:2] not in left_out]
     rest = replace(group, rows={group.metric: rows})
-    [rest] = with_contrasts([rest], group.smallest_difference) if far else [rest]
+    [rest] = with_contrasts([rest], group.smallest_difference)
     shown = [contrast for contrast in rest.contrasts if contrast.verdict == SUPPORTED]
-    if far and shown:
+    if shown:
         contrast = _best(group, shown)
         yield finding(
             "better_without",
@@ -297,10 +261,8 @@ def _only_setting(group: Group) -> Recommendation:
         repeats=group.unit_of_repeats,
         is_left=len(group.members) > 1,
     )
-    lead = Recommendation(group, (only,), value=setting.mean, value_interval=interval)
-    if not setting.is_sound:
-        return lead
-    return replace(lead, command=command(setting.runs[0]), point=setting.label)
+    point = setting.label if setting.is_sound else None
+    return Recommendation(group, (only,), point, value=setting.mean, value_interval=interval)
 
 
 def _expect(
@@ -327,15 +289,14 @@ def _expect(
         if block in blocks
     ]
     scores = corrected_values(rows, group.scale)
-    value = interval = None
-    if scores:
-        value = fmean(score for _, score in scores.values())
-        interval = _widened(group, chosen, value)
     others = sum(label != chosen.label for label, _ in scores.values())
-    own = chosen.values.values()
-    if value is not None and others and not min(own) <= value <= max(own):
-        # The value is that of other settings, one of which has a run that is far off.
-        value = interval = None
+    value, interval, own = None, None, chosen.values.values()
+    if scores:
+        mean = fmean(score for _, score in scores.values())
+        # A value outside of all runs is that of other settings, one of which has a run that is far
+        # off.
+        if not others or min(own) <= mean <= max(own):
+            value, interval = mean, _widened(group, chosen, mean)
     expected = finding(
         "expected",
         value=value,
@@ -348,18 +309,22 @@ def _expect(
         count=len(scores),
         repeats=group.unit_of_repeats,
     )
-    of_rivals = [_rivals(group, chosen)] if rivals else []
-    return Recommendation(
-        group,
-        (*findings, expected, *of_rivals),
-        value=value,
-        value_interval=interval,
+    others_left = [s for s in group.alive if s.label in group.may_be_best and s is not chosen]
+    not_worse = finding(
+        "not_worse",
+        setting=setting_numbers(chosen),
+        others=[setting_numbers(setting) for setting in others_left if setting.is_sound],
+        rivals=len(others_left),
+        compared=len(group.alive),
+        settings=len(group.members),
     )
+    stated = (*findings, expected, not_worse) if rivals else (*findings, expected)
+    return Recommendation(group, stated, value=value, value_interval=interval)
 
 
 def _until_decided(group: Group) -> Finding:
     assert group.plan is not None
-    compared = zip(group.of_pairs, group.contrasts, strict=True)
+    compared = zip(group.of_pairs(group.metric), group.contrasts, strict=True)
     equal = [e.a for e, contrast in compared if group.plan.answer(e, contrast) == EQUAL]
     return finding(
         "until_decided",
@@ -385,28 +350,15 @@ def _widened(group: Group, chosen: Configuration, value: float) -> tuple[float, 
     return (max(low, 0.0), min(high, 1.0)) if group.scale.is_proportion else (low, high)
 
 
-def _rivals(group: Group, named: Configuration) -> Finding:
-    """Build the finding on the settings that are not shown to be worse than the recommended one."""
-    rivals = [s for s in group.alive if s.label in group.may_be_best and s is not named]
-    return finding(
-        "not_worse",
-        setting=setting_numbers(named),
-        others=[setting_numbers(setting) for setting in rivals if setting.is_sound],
-        rivals=len(rivals),
-        compared=len(group.alive),
-        settings=len(group.members),
-    )
-
-
 def _notes(group: Group) -> Iterable[Finding]:
     split = group.metric.partition("/")[0]
     if group.missing_baseline:
-        yield other_baseline(group)
+        yield finding("other_baseline", missing=group.missing_baseline, baseline=group.baseline)
     lost = [setting for setting in group.members if setting.lost]
     if lost:
-        yield finding("lost_runs", settings=[setting_numbers(setting) for setting in lost])
-        if not all(setting.is_sound for setting in lost if setting.values):
-            yield finding("not_recommended")
+        by_settings = not all(setting.is_sound for setting in lost if setting.values)
+        settings = [setting_numbers(setting) for setting in lost]
+        yield finding("lost_runs", settings=settings, by_settings=by_settings)
     far = [
         {"run": run.name, "setting": setting.label, "value": run.metric_value}
         for setting, run in _far_off(group)
@@ -416,7 +368,7 @@ def _notes(group: Group) -> Iterable[Finding]:
     sweeps = {run.sweep for run in group.runs}
     if len(sweeps) > 1 and any(len({run.sweep for run in s.runs}) > 1 for s in group.members):
         yield finding("extended", sweeps=len(sweeps))
-    if any(len(setting.values) > 1 for setting in group.members):
+    if any(len(setting.values) > 1 for setting in group.members) and not group.scale.is_ratio:
         if group.unit_of_repeats == "fold":
             yield finding("over_folds")
         # If all runs were evaluated on the same images, the noise comes only from training.
@@ -424,8 +376,8 @@ def _notes(group: Group) -> Iterable[Finding]:
             yield finding("over_seeds")
 
 
-def _far_off(group: Group) -> Iterable[tuple[Configuration, RunRecord]]:
-    """Yield (setting, run) for each run that is much worse than the median of its setting, for
+def _far_off(group: Group) -> list[tuple[Configuration, RunRecord]]:
+    """Return (setting, run) for each run that is much worse than the median of its setting, for
     example because the training diverged.
     """
     shortfalls: list[tuple[float, Configuration, RunRecord]] = []
@@ -442,53 +394,5 @@ def _far_off(group: Group) -> Iterable[tuple[Configuration, RunRecord]]:
             ]
     # Use the median absolute deviation, because a few diverged runs do not change it.
     usual = 1.4826 * median(abs(shortfall) for shortfall, *_ in shortfalls) if shortfalls else 0.0
-    if usual:
-        yield from (
-            (setting, run) for shortfall, setting, run in shortfalls if shortfall > FAR * usual
-        )
-
-
-def _recommend_fastest(group: Group) -> Recommendation:
-    """Recommend the fastest setting of a tuning that is shown to train faster than the current
-    settings. If there is none, state the smallest gain that the tuning could have detected.
-    """
-    baseline = group.named(group.baseline)
-    shown = [contrast for contrast in group.contrasts if contrast.verdict == SUPPORTED]
-    if not shown:
-        known = [c.detectable for c in group.contrasts if c.detectable is not None]
-        detectable = max(known, default=None)
-        none = finding(
-            "none_faster", smallest_difference=group.smallest_difference, detectable=detectable
-        )
-        return Recommendation(group, (none,))
-    contrast = _best(group, shown)
-    winner = group.named(contrast.a)
-    changed = _changed(winner, baseline)
-    fields, repeats = contrast.fields, group.blocks
-    findings = [finding("trains_faster", changes=changed, contrast=fields, repeats=repeats)]
-    if winner.peak_bytes and baseline.peak_bytes:
-        peaks = [max(peak.median for peak in s.peak_bytes) for s in (winner, baseline)]
-        findings.append(finding("peak_memory", bytes=peaks[0], before=peaks[1]))
-    advised = {key: value for key, value in changed.items() if key in CHANGES_TRAINING}
-    findings += [finding("changes_training", key=k, value=v) for k, v in advised.items()]
-    if "model.compile" in changed:
-        starts = [s.measure("first_step_seconds") for s in (winner, baseline)]
-        seconds, before = (start.median if start else None for start in starts)
-        findings.append(finding("first_step", seconds=seconds, before=before))
-    # Also name the fastest of the settings that change only speed and memory.
-    only_speed = [
-        contrast
-        for contrast in shown
-        if not {*CHANGES_TRAINING} & _changed(group.named(contrast.a), baseline).keys()
-    ]
-    if advised and only_speed:
-        best = _best(group, only_speed)
-        changes = _changed(group.named(best.a), baseline)
-        findings.append(finding("fastest_of_only_speed", changes=changes, contrast=best.fields))
-    return Recommendation(group, tuple(findings), command(winner.runs[0]), winner.label, contrast)
-
-
-def _changed(setting: Configuration, baseline: Configuration) -> dict[str, str]:
-    return {
-        key: value for key, value in setting.settings.items() if value != baseline.settings.get(key)
-    }
+    far = [(setting, run) for shortfall, setting, run in shortfalls if shortfall > FAR * usual]
+    return far if usual else []

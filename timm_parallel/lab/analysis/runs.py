@@ -60,8 +60,6 @@ class RunRecord:
     # Position of the run in the order in which the jobs of its sweep start.
     position: int | None = None
     overrides: tuple[str, ...] = ()
-    # Name of the file of conf/model that was chosen. Empty if Hydra did not record it.
-    model_option: str = ""
     # True if the run is a trial of a hyper-parameter search.
     is_trial: bool = False
     # Seed according to jobs.json. None for a run outside of a sweep.
@@ -74,22 +72,13 @@ class RunRecord:
 
     @property
     def strategy(self) -> str:
-        given = parse_overrides(self.overrides)
-        return str(
-            self.result.get("strategy")
-            or given.get("parallel")
-            or given.get("parallel.strategy")
-            or ""
-        )
+        return str(self.result.get("strategy") or "")
 
     @property
     def devices(self) -> int:
         """Number of devices, or 0 if it is unknown. If each device has a rank, this is the measured
         world size, which counts the devices of all nodes.
         """
-        if not self.result:
-            requested = parse_overrides(self.overrides).get("parallel.devices", "")
-            return int(requested) if requested.isdigit() else 0
         world = self.integer("world_size") or 0
         return world if world > 1 else self.integer("devices") or 0
 
@@ -164,22 +153,32 @@ class RunRecord:
         # The world size counts all nodes and `devices` counts one node, so it must be a multiple.
         if world and devices and world % devices:
             return f"not compared: {devices} devices requested, world size {world} measured"
-        if self.is_edited:
+        # A job is started with the seed in jobs.json, so one of the two files was edited.
+        if self.seed is not None and self.config.get("seed", self.seed) != self.seed:
             return (
                 f"not compared: jobs.json says seed {self.seed}, config.yaml {self.config['seed']}"
             )
         return ""
 
     @property
-    def is_edited(self) -> bool:
-        """True if the seed in jobs.json is not the seed in the config with which the job was
-        started.
-        """
-        return self.seed is not None and self.config.get("seed", self.seed) != self.seed
-
-    @property
     def comparable(self) -> bool:
         return self.status == "done" and bool(self.result) and not self.doubt
+
+    @property
+    def batch(self) -> tuple[str, int | None]:
+        """Kind of scaling, and the batch size that it keeps: (strong, global batch) or (weak, batch
+        per device).
+        """
+        per_device = self.config.get("data.batch_size_per_device")
+        if per_device is not None:
+            return "weak", per_device
+        return "strong", self.integer("batch_size") or self.config.get("data.batch_size")
+
+    @property
+    def scaling(self) -> str:
+        kind, batch = self.batch
+        of_what = "batch {} per device" if kind == "weak" else "global batch {}"
+        return f"{kind} scaling, {of_what.format('—' if batch is None else batch)}"
 
     @property
     def neighbours(self) -> int:
@@ -191,10 +190,9 @@ class RunRecord:
     @property
     def flags(self) -> list[str]:
         """Reasons to distrust the measurements of this run, a short sentence each."""
-        flags = self.entries(str, "flags")
-        if self.neighbours:
-            flags.insert(0, f"{plural(self.neighbours, 'other job')} ran at the same time")
-        return flags
+        others = plural(self.neighbours, "other job")
+        crowded = [f"{others} ran at the same time"] if self.neighbours else []
+        return [*crowded, *self.entries(str, "flags")]
 
     @property
     def step_parts(self) -> dict[str, float] | None:
@@ -210,13 +208,12 @@ class RunRecord:
         """Return a dictionary from rank to its time per step for data and computing, divided by the
         median over the ranks. Empty if no times were recorded.
         """
-        times = {}
-        for entry in self.entries(dict, "ranks"):
-            data, compute = as_number(entry.get("data_ms")), as_number(entry.get("compute_ms"))
-            if data is not None and compute is not None:
-                times[f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}"] = (
-                    data + compute
-                )
+        times = {
+            f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}": data + compute
+            for entry in self.entries(dict, "ranks")
+            if (data := as_number(entry.get("data_ms"))) is not None
+            if (compute := as_number(entry.get("compute_ms"))) is not None
+        }
         middle = median(times.values()) if times else 0
         return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 

@@ -11,7 +11,7 @@ about equal for all configurations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -103,11 +103,13 @@ def _sine(angle: float) -> float:
 RATIO = Scale("ratio", _log, _exp, is_ratio=True)
 
 
-def proportion_scale(lower_is_better: bool = False) -> Scale:
-    return Scale("arcsine", _arcsine, _sine, lower_is_better=lower_is_better, is_proportion=True)
-
-
-def level_scale(is_positive: bool, lower_is_better: bool = False) -> Scale:
-    if is_positive:
+def scale_of(
+    values: Collection[float], lower_is_better: bool = False, is_proportion: bool = False
+) -> Scale:
+    """Return the scale for the values of a metric."""
+    if is_proportion and all(0 <= value <= 1 for value in values):
+        return Scale("arcsine", _arcsine, _sine, False, lower_is_better, is_proportion)
+    # Use logarithms for a loss, because its spread grows with its value.
+    if lower_is_better and min(values) > 0:
         return Scale("log", _log, _exp, lower_is_better=lower_is_better)
     return Scale("identity", float, float, lower_is_better=lower_is_better)

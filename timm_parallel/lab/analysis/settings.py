@@ -15,11 +15,12 @@ from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     Configuration,
     Group,
+    join_short,
+    model_name,
     varied,
 )
-from timm_parallel.lab.analysis.labels import join_short, model_name
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
-from timm_parallel.lab.analysis.scales import RATIO, Scale, level_scale, proportion_scale
+from timm_parallel.lab.analysis.scales import RATIO, Scale, scale_of
 from timm_parallel.lab.analysis.sequential import Plan
 from timm_parallel.lab.analysis.statistics import LEVEL
 from timm_parallel.machine.text import yaml_text
@@ -40,8 +41,11 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
         for run in runs
         if run.config and not run.doubt and (run.is_of_tuning or not run.is_benchmark)
     ]
-    with_metric = [run for run in known if run.comparable and run.metric_value is not None]
-    with_metric = [run for run in with_metric if run.metric_is is not None]
+    with_metric = [
+        run
+        for run in known
+        if run.comparable and run.metric_value is not None and run.metric_is is not None
+    ]
     keys = [
         key for key in varied(known) if not key.startswith(NOT_A_SETTING) and key != "data.fold"
     ]
@@ -65,8 +69,10 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
             name for name, differs in zip(names[:3], differing, strict=True) if differs
         )
         settings = _settings(of_group, keys)
-        if any(setting.values for setting in settings):
-            groups.append(_group(title, names[0], _scale(names[0], names[3], settings), settings))
+        values = [value for setting in settings for value in setting.values.values()]
+        if values:
+            scale = RATIO if names[0] == IMAGES_PER_SECOND else scale_of(values, *names[3])
+            groups.append(_group(title, names[0], scale, settings))
     plan = _plan(known, sum(len(group.members) - 1 for group in groups))
     groups = [replace(group, plan=plan) for group in groups]
     return sorted(groups, key=lambda group: -len(group.rows[group.metric]))
@@ -100,7 +106,7 @@ def _group(title: str, metric: str, scale: Scale, settings: tuple[Configuration,
     rows = [(s.label, block, value) for s in settings for block, value in s.values.items()]
     others = [s for s in settings if s.values and s is not baseline]
     return Group(
-        kind="tuning" if metric == IMAGES_PER_SECOND else "settings",
+        kind="settings",
         title=title,
         members=settings,
         baseline=baseline.label,
@@ -149,29 +155,29 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Configura
     alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in sorted(runs, key=_sweep_order):
         alike[tuple(repr(run.config.get(key)) for key in keys)].append(run)
-    if len(alike) == 1:
-        [members] = alike.values()
+    first = [members[0] for members in alike.values()]
+    if len(first) == 1:
         # Show all keys of a single setting, because jobs that have not ended may have other values
         # of them.
-        texts = [{key: _default(members[0], key) for key in keys}]
+        texts = [{key: _default(first[0], key) for key in keys}]
     else:
-        texts = _swept_values([members[0] for members in alike.values()], keys)
-    labels = [
-        ", ".join(f"{key}={value}" for key, value in of_setting.items()) for of_setting in texts
-    ]
-    if not labels[0]:
-        [members] = alike.values()
-        labels = [model_name(next((run for run in members if run.result), members[0]))]
-    folds = {run.config.get("data.fold") for run in runs}
-    block = "data.fold" if len(folds) > 1 else "seed"
+        texts = _swept_values(first, keys)
+    # The first setting of a tuning has the current values. The labels of the others show what they
+    # change.
+    current = texts[0] if first[0].is_of_tuning else {}
+    without_keys = (
+        "the current settings"
+        if current
+        else model_name(next((run for run in runs if run.result), first[0]))
+    )
+    block = "data.fold" if len({run.config.get("data.fold") for run in runs}) > 1 else "seed"
     settings = []
-    for members, of_setting, label in zip(alike.values(), texts, labels, strict=True):
+    for members, of_setting in zip(alike.values(), texts, strict=True):
+        changed = {key: text for key, text in of_setting.items() if text != current.get(key)}
+        label = ", ".join(f"{key}={text}" for key, text in changed.items()) or without_keys
         lost = tuple(run for run in members if run.is_lost)
-        settings.append(
-            Configuration(
-                tuple(run for run in members if run not in lost), label, of_setting, lost, block
-            )
-        )
+        kept = tuple(run for run in members if not run.is_lost)
+        settings.append(Configuration(kept, label, of_setting, lost, block))
     return tuple(settings)
 
 
@@ -202,18 +208,15 @@ def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return, for each setting, the values of the keys in which the settings differ. Long numbers
     of a search are rounded if they stay distinct.
     """
-    kept: list[dict[str, str]] = [{} for _ in texts]
-    for key in texts[0]:
-        short = {text[key]: _round(text[key]) for text in texts}
-        is_distinct = len(set(short.values())) == len(short)
-        if len(short) > 1:
-            for values, text in zip(kept, texts, strict=True):
-                values[key] = short[text[key]] if is_distinct else text[key]
-    return kept
+    columns = {key: [of_setting[key] for of_setting in texts] for key in texts[0]}
+    kept = {key: _rounded(column) for key, column in columns.items() if len(set(column)) > 1}
+    return [{key: kept[key][place] for key in kept} for place in range(len(texts))]
 
 
-def _round(text: str) -> str:
-    return f"{float(text):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e-?\d+)?", text) else text
+def _rounded(column: list[str]) -> list[str]:
+    is_long = re.compile(r"-?\d+\.\d{6,}(e-?\d+)?").fullmatch
+    short = [f"{float(text):.4g}" if is_long(text) else text for text in column]
+    return short if len(set(short)) == len(set(column)) else column
 
 
 def _default(run: RunRecord, key: str) -> str:
@@ -226,17 +229,6 @@ def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
     """
     number = re.match(r"\d+", run.folder.name)
     return run.sweep, int(number[0]) if number else math.inf, run.position or 0
-
-
-def _scale(metric: str, metric_is: tuple[bool, bool], settings: Sequence[Configuration]) -> Scale:
-    lower_is_better, is_proportion = metric_is
-    values = [value for setting in settings for value in setting.values.values()]
-    if metric == IMAGES_PER_SECOND:
-        return RATIO
-    if is_proportion and all(0 <= value <= 1 for value in values):
-        return proportion_scale(lower_is_better)
-    # Use logarithms for a loss, because its spread grows with its value.
-    return level_scale(lower_is_better and min(values) > 0, lower_is_better)
 
 
 def _baseline(settings: Sequence[Configuration]) -> tuple[Configuration, str]:

@@ -1,5 +1,6 @@
-"""Confidence intervals and verdicts for ratios and differences of repeated measurements. All
-functions are pure.
+"""Confidence intervals and verdicts for ratios and differences of repeated measurements, the choice
+of the best configuration, and an estimate of its value without the bias that comes from choosing
+the best. All functions are pure.
 
 The model is that of randomized complete blocks. A block is one repeat of all configurations. On a
 scale, which for speed is the logarithm (see scales.py), value = configuration + block + noise. The
@@ -18,7 +19,6 @@ t test.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -179,19 +179,6 @@ class Contrast:
         return NOT_SUPPORTED if high < limit else INCONCLUSIVE
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Result of weighted least squares for the model value = configuration + block."""
-
-    information: Array
-    inverse: Array
-    effects: Array
-    # Variance of the noise of each configuration. 0 if the measurements do not show it.
-    variances: Array
-    # Residual degrees of freedom of each configuration. The sum is that of all measurements.
-    freedoms: Array
-
-
 class Model:
     """Statistical model of measured values on a scale, value = configuration + block + noise. Pairs
     of configurations are compared with it.
@@ -216,40 +203,47 @@ class Model:
             for name, block, value in rows
             if math.isfinite(shift := scale.to(value))
         ]
-        self.points = {
-            name: column for column, name in enumerate(dict.fromkeys(name for name, *_ in known))
-        }
-        blocks = {
-            block: column
-            for column, block in enumerate(dict.fromkeys(block for _, block, _ in known))
-        }
-        self.counts: dict[str, Counter[object]] = {name: Counter() for name in self.points}
-        for name, block, _ in known:
-            self.counts[name][block] += 1
+        names, blocks = [name for name, *_ in known], [block for _, block, _ in known]
+        # Label of a configuration -> its column of the design.
+        self.points = {name: column for column, name in enumerate(dict.fromkeys(names))}
+        self.counts = {name: Counter(b for n, b, _ in known if n == name) for name in self.points}
         if not known:
             return
-        rows_of, lines = len(self.points), np.arange(len(known))
-        self.design = np.zeros((len(known), rows_of + len(blocks)))
-        self.design[lines, [self.points[name] for name, *_ in known]] = 1
-        self.design[lines, [rows_of + blocks[block] for _, block, _ in known]] = 1
-        self.of_point = self.design[:, :rows_of]
+        self.design = np.hstack([_indicators(names), _indicators(blocks)])
+        self.of_point = self.design[:, : len(self.points)]
         values = np.array([value for *_, value in known])
         self.middle = float(values.mean())
-        values -= self.middle
-        self.weights = np.ones(len(known))
-        self.fit = _fit(self.design, values, self.of_point, self.weights)
-        self.total = round(float(self.fit.freedoms.sum()))
         smallest = scale.step(scale.back(self.middle), rounding) ** 2 / 12 if rounding else 0.0
-        self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
-        for _ in range(0 if equal_noise or not self.variances.any() else ROUNDS):
+        # Variance of the noise of each configuration.
+        self.variances = np.ones(len(self.points))
+        for _ in range(1 if equal_noise else 1 + ROUNDS):
             # Give little weight to a noisy configuration, because it says little about the
             # differences between blocks.
-            self.weights = self.of_point @ (
-                1 / np.maximum(self.variances, self.variances.max() * 1e-6)
-            )
+            least = self.variances.max() * 1e-6
+            self.weights = self.of_point @ (1 / np.maximum(self.variances, least))
             self.weights /= self.weights.max()
-            self.fit = _fit(self.design, values, self.of_point, self.weights)
-            self.variances, self.freedoms = _moderated(self.fit, self.total, smallest, equal_noise)
+            fitted = self._fit(values - self.middle)
+            self.variances, self.freedoms = _moderated(*fitted, smallest, equal_noise)
+            if not self.variances.any():
+                return
+
+    def _fit(self, values: Array) -> tuple[Array, Array]:
+        """Fit the model to the values by weighted least squares. Return for each configuration the
+        variance of its noise, which is 0 if the values do not show it, and its residual degrees of
+        freedom, whose sum is that of all values.
+        """
+        weighted = self.design * self.weights[:, None]
+        self.information = self.design.T @ weighted
+        self.inverse = np.linalg.pinv(self.information, hermitian=True, rcond=1e-9)
+        self.effects = self.inverse @ weighted.T @ values
+        leverages = ((weighted @ self.inverse) * self.design).sum(axis=1)
+        freedoms = (1 - leverages) @ self.of_point
+        # A configuration shows no noise if it has a single value, or is alone in all of its blocks.
+        freedoms[freedoms < 1e-6] = 0.0
+        self.total = round(float(freedoms.sum()))
+        squares = (values - self.design @ self.effects) ** 2 @ self.of_point
+        zeros = np.zeros_like(squares)
+        return np.divide(squares, freedoms, out=zeros, where=freedoms > 0), freedoms
 
     def compare(self, a: str, b: str) -> Estimate:
         """Estimate the difference of the configurations a and b on the scale, after removing the
@@ -258,15 +252,15 @@ class Model:
         if a not in self.points or b not in self.points:
             return Estimate(a, b, 0)
         n = (self.counts[a] & self.counts[b]).total()
-        fit, contrast = self.fit, np.zeros(self.design.shape[1])
+        contrast = np.zeros(self.design.shape[1])
         contrast[self.points[a]] += 1
         # Add and subtract, because a and b have the same column if a configuration is compared with
         # itself.
         contrast[self.points[b]] -= 1
-        solution = fit.inverse @ contrast
+        solution = self.inverse @ contrast
         # The difference is unknown if no block ran both configurations, and no chain of blocks with
         # other configurations connects them.
-        if np.abs(fit.information @ solution - contrast).max() > 1e-6:
+        if np.abs(self.information @ solution - contrast).max() > 1e-6:
             return Estimate(a, b, n)
         of_row = (self.design @ solution) * self.weights
         parts = self.variances * (of_row**2 @ self.of_point)
@@ -278,14 +272,12 @@ class Model:
                 freedom, variance**2 / float((parts**2 / np.maximum(self.freedoms, 1e-9)).sum())
             )
         noise = math.sqrt(variance / float(of_row @ of_row)) if variance else 0.0
-        level = self.middle + float(
-            fit.effects[self.points[b]] + fit.effects[len(self.points) :].mean()
-        )
-        difference, error = float(contrast @ fit.effects), math.sqrt(variance)
+        of_blocks = self.effects[len(self.points) :]
+        level = self.middle + float(self.effects[self.points[b]] + of_blocks.mean())
+        difference, error = float(contrast @ self.effects), math.sqrt(variance)
         # Equal values differ by the rounding of floating-point numbers only.
-        if abs(difference) < 1e-12 * max(abs(self.middle), float(np.abs(fit.effects).max())):
+        if abs(difference) < 1e-12 * max(abs(self.middle), float(np.abs(self.effects).max())):
             difference = 0.0
-        plain = self.plain.compare(a, b) if self.plain else None
         return Estimate(
             a,
             b,
@@ -297,7 +289,7 @@ class Model:
             self.scale,
             level,
             self.rounding,
-            plain=plain,
+            plain=self.plain.compare(a, b) if self.plain else None,
         )
 
 
@@ -311,31 +303,27 @@ def estimate(
     return [model.compare(a, b) for a, b in pairs]
 
 
-def _fit(design: Array, values: Array, of_point: Array, weights: Array) -> _Fit:
-    weighted = design * weights[:, None]
-    information = design.T @ weighted
-    inverse = np.linalg.pinv(information, hermitian=True, rcond=1e-9)
-    effects = inverse @ weighted.T @ values
-    leverages = ((weighted @ inverse) * design).sum(axis=1)
-    freedoms = (1 - leverages) @ of_point
-    # A configuration shows no noise if it has a single value, or is alone in all of its blocks.
-    freedoms[freedoms < 1e-6] = 0.0
-    squares = (values - design @ effects) ** 2 @ of_point
-    variances = np.divide(squares, freedoms, out=np.zeros_like(squares), where=freedoms > 0)
-    return _Fit(information, inverse, effects, variances, freedoms)
+def _indicators(column: Sequence[object]) -> Array:
+    """Return a matrix with a column for each distinct entry, which is 1 in the rows of the entry
+    and else 0.
+    """
+    distinct = list(dict.fromkeys(column))
+    return np.array([[float(entry == other) for other in distinct] for entry in column])
 
 
-def _moderated(fit: _Fit, total: int, smallest: float, equal_noise: bool) -> tuple[Array, Array]:
+def _moderated(
+    variances: Array, freedoms: Array, smallest: float, equal_noise: bool
+) -> tuple[Array, Array]:
     """Return (variance of the noise, degrees of freedom) of each configuration. Variances from few
     values are drawn toward their common value, and none is below `smallest`.
     """
-    freedoms, shown = fit.freedoms, fit.freedoms > 0
+    total, shown = round(float(freedoms.sum())), freedoms > 0
     if not total:
         return np.full(len(freedoms), smallest), freedoms
-    pooled = max(float(fit.variances @ freedoms) / total, smallest)
+    pooled = max(float(variances @ freedoms) / total, smallest)
     if equal_noise or not pooled:
         return np.full(len(freedoms), pooled), np.full(len(freedoms), float(total))
-    variances = np.maximum(fit.variances, max(smallest, pooled * 1e-9))
+    variances = np.maximum(variances, max(smallest, pooled * 1e-9))
     common, prior = _common_variance(variances[shown], freedoms[shown], pooled, total)
     # Compare the variance of each configuration with that of the others, not with its own.
     rest = np.maximum(total - freedoms, 1e-9)
@@ -450,16 +438,11 @@ def _blocks_needed(e: Estimate, level: float, smallest: float) -> int | None:
     margin = max(e.better, smallest - e.better) - max(e.slack)
     if margin <= 0:
         return None
-    of_a_block = e.freedom / max(e.n - 1, 1)
-
-    def enough(blocks: int) -> bool:
-        freedom = max(1.0, (blocks - 1) * of_a_block)
-        reach = stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER)
-        return bool(2 * (reach * e.noise / margin) ** 2 <= blocks)
-
-    candidates = range(e.n + 1, MOST_BLOCKS + 1)
-    index = bisect_left(candidates, True, key=enough)
-    return candidates[index] if index < len(candidates) else None
+    blocks = np.arange(e.n + 1, MOST_BLOCKS + 1)
+    freedom = np.maximum(1.0, (blocks - 1) * (e.freedom / max(e.n - 1, 1)))
+    reach = stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER)
+    enough = blocks[2 * (reach * e.noise / margin) ** 2 <= blocks]
+    return int(enough[0]) if enough.size else None
 
 
 def mean_interval(
@@ -482,6 +465,71 @@ def mean_interval(
     return min(scale.back(middle - reach), mean - rounding), max(
         scale.back(middle + reach), mean + rounding
     )
+
+
+def choose(
+    rows: Sequence[Row],
+    simplest_first: Sequence[str],
+    smallest_difference: float = SMALLEST_DIFFERENCE,
+) -> tuple[str, Contrast | None, list[str]] | None:
+    """Choose the simplest configuration whose confidence interval shows that it is at most
+    `smallest_difference` slower than the fastest one.
+
+    `rows`: measured speeds. `simplest_first`: configurations from the simplest to the most complex
+    one. Return (configuration, its comparison with the fastest one, other configurations). The
+    comparison is None if the configuration is the fastest. The other configurations share no repeat
+    with the fastest, so that they cannot be compared with it. Return None without rows.
+    """
+    # The rule "take the simplest configuration that is not shown to be slower" is not used here.
+    # One disturbed run widens all intervals, and the rule would then choose too simple a
+    # configuration.
+    measured = {name for name, _, value in rows if value > 0}
+    names = [name for name in simplest_first if name in measured]
+    if not names:
+        return None
+    estimates = estimate(rows, [(name, names[0]) for name in names])
+    differences = {e.a: e.difference for e in estimates if e.difference is not None}
+    apart = [name for name in names if name not in differences]
+    best = max(differences, key=lambda name: differences[name])
+    for to_best in estimate(rows, [(name, best) for name in names[: names.index(best)]]):
+        [contrast] = decide([to_best], smallest_difference)
+        if contrast.exceeds(1 - smallest_difference) == SUPPORTED:
+            return contrast.a, contrast, apart
+    return best, None, apart
+
+
+def best(rows: Sequence[Row], scale: Scale) -> str | None:
+    """Return the configuration with the best mean, after removing the differences between repeats.
+    Return None without rows.
+    """
+    values: dict[str, dict[object, float]] = {}
+    for name, block, value in rows:
+        values.setdefault(name, {})[block] = scale.sign * scale.to(value)
+    names = list(values)
+    if all(of.keys() == values[names[0]].keys() for of in values.values()):
+        return max(names, key=lambda name: sum(values[name].values()), default=None)
+    # Leave out configurations that share no repeat with the first one, because they cannot be
+    # compared.
+    estimates = estimate(rows, [(name, names[0]) for name in names], scale)
+    known = {e.a: e.better for e in estimates if e.difference is not None}
+    return max(known, key=lambda name: known[name], default=None)
+
+
+def corrected_values(rows: Sequence[Row], scale: Scale) -> dict[object, tuple[str, float]]:
+    """For each repeat, choose the configuration that is best in all other repeats, and take its
+    value in this repeat. Return a dictionary from repeat to (configuration, value), which is empty
+    for a single repeat.
+
+    The mean of these values estimates the value of the best configuration in new runs. The mean
+    over the repeats that made the choice would be too good, because chance helped (Stone, 1974).
+    """
+    scores = {}
+    for block in dict.fromkeys(block for _, block, _ in rows):
+        here = {name: value for name, of, value in rows if of == block}
+        chosen = best([row for row in rows if row[1] != block and row[0] in here], scale)
+        if chosen is not None:
+            scores[block] = chosen, here[chosen]
+    return scores
 
 
 @dataclass(frozen=True)

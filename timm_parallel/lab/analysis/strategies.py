@@ -15,14 +15,14 @@ from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     SPEED,
-    Conditions,
     Configuration,
     Group,
+    describe_settings,
+    model_name,
     simplest,
     summarize_columns,
     varied,
 )
-from timm_parallel.lab.analysis.labels import describe_settings, model_name
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import LEVEL, Row
 from timm_parallel.machine.text import yaml_text
@@ -58,42 +58,33 @@ def group_runs(runs: Iterable[RunRecord]) -> list[Group]:
         settings.remove("data.workers")
     commits = {run.commit for run in comparable if run.commit}
     data = {run.data for run in comparable if run.data}
-    alike: dict[Conditions, list[RunRecord]] = defaultdict(list)
+    alike: dict[tuple[str, ...], list[RunRecord]] = defaultdict(list)
     for run in comparable:
-        batch = run.config.get("data.batch_size_per_device")
-        kind = "strong" if batch is None else "weak"
-        batch = batch or run.integer("batch_size") or run.config.get("data.batch_size")
-        differing = describe_settings(run, settings) if run.config else ""
-        code = f"code {run.commit or 'unknown'}" if len(commits) > 1 else ""
-        conditions = Conditions(
-            hardware=run.hardware,
-            accelerator=run.accelerator,
-            model=str(run.result.get("model") or "—"),
-            kind=kind,
-            batch=batch,
-            settings=", ".join(
-                filter(None, (differing, code, f"data {run.data}" if len(data) > 1 else ""))
-            ),
-            model_name=model_name(run),
+        parts = (
+            describe_settings(run, settings) if run.config else "",
+            f"code {run.commit or 'unknown'}" if len(commits) > 1 else "",
+            f"data {run.data}" if len(data) > 1 else "",
         )
-        alike[conditions].append(run)
-    groups = [_group(conditions, members) for conditions, members in alike.items()]
+        differing = ", ".join(filter(None, parts))
+        alike[run.hardware, run.accelerator, model_name(run), run.scaling, differing].append(run)
+    groups = [
+        _group(model, scaling, differing, members)
+        for (_, _, model, scaling, differing), members in alike.items()
+    ]
     return sorted(groups, key=lambda group: (-len(group.members), group.hardware, group.title))
 
 
-def _group(conditions: Conditions, runs: list[RunRecord]) -> Group:
+def _group(model: str, scaling: str, settings: str, runs: list[RunRecord]) -> Group:
     members = _configurations(runs)
     single = simplest(members, "single", 1)
     return Group(
         kind="strategies",
-        title=", ".join(
-            filter(None, (conditions.model_name, conditions.scaling, conditions.settings))
-        ),
+        title=", ".join(filter(None, (model, scaling, settings))),
+        settings=settings,
         members=members,
         baseline=single.label if single else "",
         rows={measure: _rows(members, measure) for measure in LEVELS},
         pairs={measure: _pairs(members, single, measure) for measure in LEVELS},
-        shared=conditions,
     )
 
 
@@ -108,16 +99,10 @@ def _configurations(runs: list[RunRecord]) -> tuple[Configuration, ...]:
         ):
             of_point = tuple(repeats)
             options = {key: yaml_text(of_point[0].config.get(key)) for key in keys}
-            label = f"{strategy} × {devices}{_suffix(nodes, text)}"
+            of_nodes = f" on {nodes} nodes" if nodes > 1 else ""
+            label = f"{strategy} × {devices}{of_nodes}{f' ({text})' if text else ''}"
             points.append(Configuration(of_point, label, options))
     return tuple(points)
-
-
-def _suffix(nodes: int, options: str) -> str:
-    """Return the last part of a configuration's label, such as ` on 2 nodes`. It names the nodes
-    and the options.
-    """
-    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" ({options})" if options else "")
 
 
 def _sort_key(run: RunRecord) -> tuple[int, str, int, int]:
@@ -135,14 +120,13 @@ def _rows(members: Sequence[Configuration], measure: str) -> list[Row]:
     `measure`: name of a measured value, such as `images_per_sec`. Runs that had concurrent jobs are
     excluded. Runs of dp over CPU threads are excluded too, except for the time to the first step.
     """
-    measured: list[Row] = []
-    for point in members:
-        for run in point.runs:
-            value = run.measure(measure)
-            is_meaningful = measure == "first_step_seconds" or not run.is_simulated
-            if value is not None and is_meaningful and not run.neighbours:
-                measured.append((point.label, (run.sweep, run.block, run.hosts[:1]), value))
-    return measured
+    return [
+        (point.label, (run.sweep, run.block, run.hosts[:1]), value)
+        for point in members
+        for run in point.runs
+        if not run.neighbours and (measure == "first_step_seconds" or not run.is_simulated)
+        if (value := run.measure(measure)) is not None
+    ]
 
 
 def _pairs(
@@ -155,8 +139,8 @@ def _pairs(
     labels = []
     for a in members:
         opponents = [single] if measure == SPEED else []
-        if a.strategy == "ddp" and a.devices > 1:
-            opponents.append(simplest(members, "dp", a.devices))
+        if a.first.strategy == "ddp" and a.first.devices > 1:
+            opponents.append(simplest(members, "dp", a.first.devices))
         for b in opponents:
             if b is not None and b is not a and (measure != SPEED or (a.speed and b.speed)):
                 labels.append((a.label, b.label))
@@ -165,13 +149,15 @@ def _pairs(
 
 def speed_table(group: Group) -> pd.DataFrame:
     """Build a table with the images/s of each run, in the order in which the runs started. The
-    column `relative` is the speed divided by the median speed of the configuration.
+    column `relative` is the speed divided by the median speed of the configuration. The column
+    `series` is the label of the configuration without its number of devices.
     """
     columns = ["point", "run", "sweep", "position", "block", "strategy", "devices", "series"]
     columns += [SPEED, "relative", "flagged"]
     rows = [
-        [p.label, run.name, run.sweep, run.position, run.block, p.strategy, p.devices]
-        + [p.strategy + _suffix(p.nodes, p.options), value, value / speed.median, bool(run.flags)]
+        [p.label, run.name, run.sweep, run.position, run.block, run.strategy, run.devices]
+        + [p.label.replace(f" × {run.devices}", "", 1), value, value / speed.median]
+        + [bool(run.flags)]
         for p in group.members
         if (speed := p.speed) and speed.median > 0
         for run in p.runs
@@ -185,10 +171,8 @@ def efficiency(group: Group, point: Configuration) -> float | None:
     """Return the scaling efficiency of a configuration: its images/s per device divided by the
     images/s of single. The ideal is 1.
     """
-    contrast = group.over_baseline(point)
-    return (
-        contrast.effect / point.devices if contrast and contrast.effect and point.devices else None
-    )
+    contrast, devices = group.over_baseline(point), point.first.devices
+    return contrast.effect / devices if contrast and contrast.effect and devices else None
 
 
 def same_threads(group: Group, point: Configuration) -> bool:
@@ -205,15 +189,10 @@ def same_threads(group: Group, point: Configuration) -> bool:
 
 
 def warnings(group: Group) -> list[Finding]:
-    """Return findings that warn of runs on several hosts and of slow ranks."""
-    findings = []
-    hosts = sorted({run.hosts[0] for run in group.runs if run.hosts})
-    if len(hosts) > 1:
-        findings.append(finding("several_hosts", hosts=hosts))
-    for point in group.members:
-        for rank, share in summarize_columns(run.rank_shares for run in point.runs).items():
-            if share.median >= SLOW_RANK:
-                findings.append(
-                    finding("slow_rank", label=point.label, rank=rank, ratio=share.median)
-                )
-    return findings
+    """Return findings that warn of slow ranks."""
+    return [
+        finding("slow_rank", label=point.label, rank=rank, ratio=share.median)
+        for point in group.members
+        for rank, share in summarize_columns(run.rank_shares for run in point.runs).items()
+        if share.median >= SLOW_RANK
+    ]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from timm_parallel.lab.analysis.findings import Finding, finding
-from timm_parallel.lab.analysis.groups import SPEED as IMAGES_PER_SEC
 from timm_parallel.lab.analysis.groups import Configuration, Group, with_contrasts
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.sequential import (
@@ -112,18 +111,19 @@ def judge(
     """
     groups, plan = setting_groups(runs), record.plan
     # Disturbed runs count too. Both versions use equally many devices, so that other load slows
-    # both alike.
+    # both alike. Runs next to other jobs of the verdict do not count.
     timed = [
-        (code_of(run), run.block, run.measure(IMAGES_PER_SEC) or 0.0)
+        (code_of(run), run.block, speed)
         for run in runs
-        if _has_speed(run)
+        if run.comparable and not run.neighbours and not run.is_simulated
+        if (speed := run.measure("images_per_sec"))
     ]
     estimates = {SPEED: estimate(timed, [(HEAD, BASE)])[0]}
     contrasts = {SPEED: decide([estimates[SPEED]], smallest, plan.level_at(estimates[SPEED].n))[0]}
     if groups and groups[0].pairs[groups[0].metric]:
         groups = [replace(group, level=LEVEL, plan=plan) for group in groups]
         groups = with_contrasts(groups, smallest)
-        [estimates[METRIC]] = groups[0].of_pairs
+        [estimates[METRIC]] = groups[0].of_pairs(groups[0].metric)
         [contrasts[METRIC]] = groups[0].contrasts
     word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
     of_base, of_head = (
@@ -134,7 +134,7 @@ def judge(
         word,
         record,
         findings,
-        tuple(_notes(runs, record, contrasts[SPEED])),
+        tuple(_notes(runs, record)),
         contrasts,
         groups,
         is_open,
@@ -142,7 +142,7 @@ def judge(
     )
 
 
-def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterable[Finding]:
+def _notes(runs: Sequence[RunRecord], record: Record) -> Iterable[Finding]:
     yield from (finding("noted", text=text) for text in record.notes)
     yield from _not_equal(runs)
     yield finding(
@@ -152,12 +152,6 @@ def _notes(runs: Sequence[RunRecord], record: Record, speed: Contrast) -> Iterab
         level=LEVEL,
         false_in_100=record.false_in_100,
     )
-    crowded = sum(bool(run.neighbours) for run in runs)
-    flagged = sum(bool(run.flags) for run in runs)
-    if speed.effect is None and crowded:
-        yield finding("speed_next_to_jobs", count=crowded, runs=len(runs))
-    elif speed.effect is not None and flagged:
-        yield finding("speed_on_busy_machine", count=flagged, runs=len(runs))
 
 
 def refusal(runs: Iterable[RunRecord]) -> Finding | None:
@@ -179,14 +173,6 @@ def pairs(runs: Iterable[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     ended = {(code_of(run), run.block): run for run in runs if run.comparable}
     blocks = [block for code, block in ended if code == BASE and (HEAD, block) in ended]
     return [(ended[BASE, block], ended[HEAD, block]) for block in blocks]
-
-
-def _has_speed(run: RunRecord) -> bool:
-    """Return True if a run has finished and its measured speed can be compared: it ran without
-    concurrent jobs of the verdict, and on devices that are not simulated.
-    """
-    is_measured = run.comparable and bool(run.measure(IMAGES_PER_SEC))
-    return is_measured and not run.neighbours and not run.is_simulated
 
 
 def code_of(run: RunRecord | Job) -> str:

@@ -7,7 +7,7 @@ docs/dp_and_ddp.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ import yaml
 
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.lab.analysis.findings import finding
-from timm_parallel.lab.analysis.groups import Configuration, Group
-from timm_parallel.lab.analysis.labels import join_short
+from timm_parallel.lab.analysis.groups import Configuration, Group, join_short, simplest
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
@@ -62,10 +61,16 @@ class Comparison:
     # Name of the first configuration, with the title of its group if there are several groups.
     label: str
     group: Group
-    a: Configuration
-    b: Configuration
     contrast: Contrast
     verdict: str
+
+    @property
+    def a(self) -> Configuration:
+        return self.group.named(self.contrast.a)
+
+    @property
+    def b(self) -> Configuration:
+        return self.group.named(self.contrast.b)
 
     @property
     def doubt(self) -> str:
@@ -86,51 +91,37 @@ class Evidence:
     groups: Sequence[Group]
     runs: Sequence[RunRecord]
 
-    @property
-    def on_cpu(self) -> bool:
-        return any(group.conditions.accelerator == "cpu" for group in self.groups)
-
-    def ran(self, *strategies: str) -> bool:
-        """Return True if all `strategies` have a result on 2 devices or more. A skipped job does
-        not count.
-        """
-        return {
-            run.strategy
-            for run in self.runs
-            if run.result and run.status != "skipped" and run.devices > 1
-        }.issuperset(strategies)
-
     def points(self, strategy: str) -> list[tuple[Group, Configuration]]:
         return [
             (group, point)
             for group in self.groups
             for point in group.members
-            if point.strategy == strategy and point.devices > 1
+            if point.first.strategy == strategy and point.first.devices > 1
         ]
 
     def comparisons(self, number: int) -> list[Comparison]:
         """Return the comparisons that a claim is about: those of two strategies by one measured
         value, the first strategy on 2 devices or more.
         """
-        claim, comparisons = CLAIMS[number], []
-        for group in self.groups:
-            for contrast in group.by_measure.get(claim["measure"], ()):
-                a, b = group.named(contrast.a), group.named(contrast.b)
-                if (
-                    [a.strategy, b.strategy] == claim["strategies"]
-                    and a.devices > 1
-                    and contrast.effect is not None
-                ):
-                    comparisons.append(
-                        Comparison(self.label(group, a), group, a, b, contrast, contrast.verdict)
-                    )
-        return comparisons
+        claim = CLAIMS[number]
+        every = [
+            Comparison(self.label(group, contrast.a), group, contrast, contrast.verdict)
+            for group in self.groups
+            for contrast in group.by_measure.get(claim["measure"], ())
+            if contrast.effect is not None
+        ]
+        return [
+            c
+            for c in every
+            if [c.a.first.strategy, c.b.first.strategy] == claim["strategies"]
+            and c.a.first.devices > 1
+        ]
 
-    def label(self, group: Group, point: Configuration) -> str:
+    def label(self, group: Group, label: str) -> str:
         """Return the label of a configuration. If there are several groups, add the title of its
         group.
         """
-        return point.label if len(self.groups) == 1 else f"{point.label} ({group.title})"
+        return label if len(self.groups) == 1 else f"{label} ({group.title})"
 
     def in_every_run(
         self,
@@ -147,36 +138,32 @@ class Evidence:
         record what is needed. `failed`: runs whose failure contradicts the statement. `limit`:
         number in the statement.
         """
-        [strategy] = CLAIMS[number]["strategies"]
-        answers = {
-            run: is_true(run)
+        claim = CLAIMS[number]
+        [strategy] = claim["strategies"]
+        known = {
+            run: answer
             for run in self.runs
             if run.comparable and run.strategy == strategy and run.devices > 1
+            if (answer := is_true(run)) is not None
         }
-        known = {run: answer for run, answer in answers.items() if answer is not None}
         known |= dict.fromkeys(failed, False)
         if not known:
-            return missing(
-                f"{strategy} on 2 or more devices with these records",
-                f"parallel={strategy} parallel.devices=2",
-            )
+            return missing(claim)
         false_in = [run.name for run, answer in known.items() if not answer]
-        statement = CLAIMS[number]["statement"].format(limit=limit)
+        statement = claim["statement"].format(limit=limit)
         count = f"{statement}: {len(known) - len(false_in)} of {len(known)} runs"
-        figures = "; ".join(filter(None, (figures, count)))
-        if false_in:
-            return ClaimResult(
-                NOT_SUPPORTED, figures, f"not in run {join_short(false_in, 6)}", tuple(known)
-            )
-        return ClaimResult(SUPPORTED, figures, "", tuple(known))
+        return ClaimResult(
+            NOT_SUPPORTED if false_in else SUPPORTED,
+            "; ".join(filter(None, (figures, count))),
+            f"not in run {join_short(false_in, 6)}" if false_in else "",
+            tuple(known),
+        )
 
 
-def missing(
-    runs: str = "dp and ddp on the same devices in one repeat",
-    add: str = "parallel=dp,ddp parallel.devices=2",
-) -> ClaimResult:
+def missing(claim: Mapping[str, Any]) -> ClaimResult:
     """Return the result of a claim for which no finished run has the measurements."""
-    return ClaimResult(NOT_MEASURABLE, reason=f"no finished run of {runs} here; add {add}")
+    reason = f"no finished run of {claim['runs']} here; add {claim['add']}"
+    return ClaimResult(NOT_MEASURABLE, reason=reason)
 
 
 def evaluate_claim(
@@ -188,7 +175,7 @@ def evaluate_claim(
     """
     claim = CLAIMS[number]
     if not comparisons:
-        return missing(**{key: claim[key] for key in ("runs", "add") if key in claim})
+        return missing(claim)
     verdicts = {comparison.verdict for comparison in comparisons}
     verdict = next(
         (v for v in (NOT_SUPPORTED, INCONCLUSIVE, SUPPORTED) if v in verdicts), NOT_MEASURABLE
@@ -220,19 +207,20 @@ def ddp_is_faster(e: Evidence) -> ClaimResult:
         return result
     # For each number of devices, compare only the configuration that sets the fewest options.
     # `comparisons` are in ascending order of the number of devices.
-    plain = [c for c in comparisons if c.a is c.group.at("ddp", c.a.devices)]
+    plain = [c for c in comparisons if c.a is simplest(c.group.members, "ddp", c.a.first.devices)]
     growth = {
         _is_below(of[0].contrast, of[-1].contrast)
         for group in e.groups
         if len(of := [c for c in plain if c.group is group]) > 1
     }
+    if growth == {SUPPORTED}:
+        return result
     if NOT_SUPPORTED in growth:
         shrinks = "faster, but its lead shrinks with more devices"
         return replace(result, verdict=NOT_SUPPORTED, reason=shrinks)
-    if growth != {SUPPORTED}:
-        unknown = "faster; the figures do not show that its lead grows with the devices"
-        return replace(result, reason=unknown)
-    return result
+    return replace(
+        result, reason="faster; the figures do not show that its lead grows with the devices"
+    )
 
 
 def _is_below(a: Contrast, b: Contrast) -> str:
@@ -248,12 +236,12 @@ def _is_below(a: Contrast, b: Contrast) -> str:
 
 def ddp_is_close_to_linear(e: Evidence) -> ClaimResult:
     results = [
-        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.devices))
+        replace(c, verdict=c.contrast.exceeds(CLOSE_TO_LINEAR * c.a.first.devices))
         for c in e.comparisons(2)
         if not c.a.needless_threads and same_threads(c.group, c.a)
     ]
     efficiencies = [
-        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.group.conditions.kind} scaling"
+        f"{figure(efficiency(c.group, c.a) or 0)} for {c.label}, {c.a.first.batch[0]} scaling"
         for c in results
     ]
     return evaluate_claim(results, 2, limit=CLOSE_TO_LINEAR, figures=join_short(efficiencies))
@@ -265,7 +253,7 @@ def dp_fills_device_0(e: Evidence) -> ClaimResult:
         return peaks[0] >= FULLER * max(peaks[1:]) if len(peaks) > 1 else None
 
     limit = percent(FULLER - 1)
-    return e.in_every_run(3, is_fullest, figures=_peaks(e, "dp"), limit=limit)
+    return e.in_every_run(3, is_fullest, figures=_peaks(e, "dp", "single"), limit=limit)
 
 
 def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
@@ -275,18 +263,18 @@ def ddp_holds_full_replicas(e: Evidence) -> ClaimResult:
             return None
         return bool(equal) and run.imbalance <= EVEN
 
-    return e.in_every_run(4, is_even, figures=_peaks(e, "ddp"), limit=EVEN)
+    return e.in_every_run(4, is_even, figures=_peaks(e, "ddp", "single"), limit=EVEN)
 
 
-def _peaks(e: Evidence, strategy: str) -> str:
+def _peaks(e: Evidence, strategy: str, other: str) -> str:
+    """Return the peak memory of a strategy as text, next to that of another one."""
     texts = []
     for group, point in e.points(strategy):
+        devices = 1 if other == "single" else point.first.devices
+        next_to = simplest(group.members, other, devices)
+        of_other = f", {other} {_gib(next_to)}" if next_to and next_to.peak_bytes else ""
         if point.peak_bytes:
-            text = f"{e.label(group, point)}: {_gib(point)}"
-            single = group.at("single", 1)
-            if single and single.peak_bytes:
-                text += f", single {_gib(single)}"
-            texts.append(text)
+            texts.append(f"{e.label(group, point.label)}: {_gib(point)}{of_other}")
     return join_short(texts)
 
 
@@ -312,7 +300,7 @@ def lock_hurts_small_layers(e: Evidence) -> ClaimResult:
     shallowest: dict[tuple[int, str], Comparison] = {}
     results, references = [], []
     for deep in sorted(with_depth, key=lambda c: _depth(c.group)):
-        shallow = shallowest.setdefault((deep.a.devices, deep.group.conditions.scaling), deep)
+        shallow = shallowest.setdefault((deep.a.first.devices, deep.a.first.scaling), deep)
         if _depth(deep.group) > _depth(shallow.group):
             results.append(replace(deep, verdict=_is_below(deep.contrast, shallow.contrast)))
             references.append(
@@ -334,14 +322,10 @@ def _depth(group: Group) -> int:
 
 def ddp_hides_communication(e: Evidence) -> ClaimResult:
     """Check the claim that ddp hides a part of its communication time behind the backward pass."""
-    times = [
-        (e.label(group, point), point.measure("exposed_ms"), point.measure("communication_ms"))
-        for group, point in e.points("ddp")
-    ]
     figures = [
-        f"{label}: {with_range(exposed)} of {with_range(total)} ms exposed"
-        for label, exposed, total in times
-        if exposed and total
+        f"{e.label(group, point.label)}: {with_range(exposed)} of {with_range(total)} ms exposed"
+        for group, point in e.points("ddp")
+        if (exposed := point.measure("exposed_ms")) and (total := point.measure("communication_ms"))
     ]
 
     def is_hidden(run: RunRecord) -> bool | None:
@@ -369,19 +353,15 @@ def fsdp_needs_less_memory(e: Evidence) -> ClaimResult:
     equally many devices.
     """
     of_ddp: dict[RunRecord, float] = {}
-    figures = []
     for group, point in e.points("fsdp"):
-        ddp = group.at("ddp", point.devices)
-        if ddp and ddp.peak_bytes and point.peak_bytes:
+        ddp = simplest(group.members, "ddp", point.first.devices)
+        if ddp and ddp.peak_bytes:
             of_ddp |= dict.fromkeys(point.runs, min(peak.low for peak in ddp.peak_bytes))
-            figures.append(f"{e.label(group, point)}: {_gib(point)}, ddp {_gib(ddp)}")
 
     def is_less(run: RunRecord) -> bool | None:
         return max(run.peak_bytes) < of_ddp[run] if run in of_ddp and run.peak_bytes else None
 
-    if not figures:
-        return missing(CLAIMS[18]["runs"], CLAIMS[18]["add"])
-    return e.in_every_run(18, is_less, figures=join_short(figures))
+    return e.in_every_run(18, is_less, figures=_peaks(e, "fsdp", "ddp"))
 
 
 # Number of a claim -> the function that checks it. The others only compare two strategies.
@@ -403,10 +383,13 @@ def evaluate_claims(e: Evidence) -> list[ClaimResult]:
     dp and ddp.
     """
     results = []
+    # A skipped job is no evidence.
+    known = [run for run in e.runs if run.result and run.status != "skipped" and run.devices > 1]
+    on_cpu = any(group.runs[0].accelerator == "cpu" for group in e.groups)
     for number, claim in CLAIMS.items():
-        if not e.ran("ddp", "fsdp" if number == 18 else "dp"):
+        if not {"ddp", "fsdp" if number == 18 else "dp"} <= {run.strategy for run in known}:
             continue
-        if e.on_cpu and claim["not_on_cpu"]:
+        if on_cpu and claim["not_on_cpu"]:
             result = ClaimResult(NOT_MEASURABLE, reason=claim["not_on_cpu"])
         elif number in _RULES:
             result = _RULES[number](e)

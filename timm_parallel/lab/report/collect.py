@@ -100,12 +100,11 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         block=job.block if job else 0,
         position=job.id if job else None,
         overrides=overrides,
-        model_option=_option(folder, "model"),
         # Recognize a trial of a search by this override. A search that an experiment file switched
         # on gives it to all of its trials.
-        is_trial=_option(folder, "search") not in ("", "null")
+        is_trial=_chose_search(folder)
         or (job is not None and "search.sampler=null" in job.overrides),
-        seed=_seed(job) if job else None,
+        seed=job.seed if job else None,
         changes=_hash(folder / CODE_DIFF),
         result=result,
         config={
@@ -137,30 +136,17 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
     }
 
 
-def _seed(job: Job) -> int | None:
-    """Return the seed with which a job was started. This is the seed in jobs.json, unless the
-    overrides of the job set a different one. A repeat may differ from its override by the number of
-    the repeat, because the sweep adds that number to the seed.
-    """
-    given = parse_overrides(job.overrides).get("seed", "")
-    if given.isdigit() and job.seed not in (int(given), int(given) + (job.block or 0)):
-        return int(given)
-    return job.seed
-
-
 def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:6] if path.is_file() else ""
 
 
-def _option(folder: Path, group: str) -> str:
-    """Read from .hydra/hydra.yaml which file of a config group was chosen, such as `tiny` for
-    `model`. Return an empty text if it is unknown.
-    """
+def _chose_search(folder: Path) -> bool:
+    """Return True if .hydra/hydra.yaml of a run says that a file of conf/search was chosen."""
     # Search the text instead of parsing it, because parsing takes 10 ms.
     path = folder / ".hydra" / "hydra.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    match = re.search(rf"^    choices:\n(?:      .*\n)*?      {group}: (\S+)$", text, re.MULTILINE)
-    return match[1] if match else ""
+    match = re.search(r"^    choices:\n(?:      .*\n)*?      search: (\S+)$", text, re.MULTILINE)
+    return match is not None and match[1] != "null"
 
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ those of report.json, and `row` converts a run to a row of report.csv.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from timm_parallel.lab.report.sentences import sentence, sentences
 from timm_parallel.record.jobs import UNFINISHED, Jobs
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
-FORMAT = 6
+FORMAT = 7
 _SETTINGS_OF_A_RUN = ("train.precision", "data.batch_size_per_device", "data.workers", "seed")
 
 
@@ -57,22 +56,19 @@ class Report:
     def notes(self) -> list[Finding]:
         """Findings on the jobs that a reader must know to rely on the report."""
         notes = []
-        for sweep in self.sweeps:
-            left = sum(job.status in UNFINISHED for job in sweep.jobs)
-            if left:
-                jobs = len(sweep.jobs)
-                notes.append(finding("sweep_not_ended", status=sweep.status, count=left, jobs=jobs))
-        edited = [run.name for run in self.runs if run.is_edited]
-        if edited:
-            notes.append(finding("edited_seed", runs=edited))
-        with_value = [run for run in self.runs if run.metric_value is not None]
-        unknown = [run.name for run in with_value if run.metric_is is None]
+        left = sum(job.status in UNFINISHED for sweep in self.sweeps for job in sweep.jobs)
+        if left:
+            jobs = sum(len(sweep.jobs) for sweep in self.sweeps)
+            notes.append(finding("sweep_not_ended", count=left, jobs=jobs))
+        unknown = [
+            run.name for run in self.runs if run.metric_value is not None and run.metric_is is None
+        ]
         if unknown:
             notes.append(finding("unknown_direction", runs=unknown))
-        for sweep in self.sweeps:
-            folder = sweep.folder.resolve()
-            of_sweep = [run for run in self.runs if folder in run.folder.resolve().parents]
-            commits = list(dict.fromkeys(run.commit for run in of_sweep if run.commit))
+        # The runs outside of a sweep may have any code.
+        for sweep in dict.fromkeys(run.sweep for run in self.runs if run.sweep):
+            of_sweep = [run for run in self.runs if run.sweep == sweep and run.commit]
+            commits = list(dict.fromkeys(run.commit for run in of_sweep))
             if len(commits) > 1:
                 notes.append(finding("code_changed", commits=commits))
         return notes
@@ -116,9 +112,10 @@ def plain(report: Report, out: Path) -> dict[str, Any]:
         "groups": [
             {
                 "title": group.title,
-                **_pick(group.conditions, "hardware", "accelerator", "model"),
-                **_pick(group.conditions, "kind", "batch", "settings"),
-                "disturbed": group.disturbed,
+                **_pick(group, "hardware", "settings", "disturbed"),
+                "accelerator": group.runs[0].accelerator,
+                "model": group.runs[0].result.get("model"),
+                **dict(zip(("kind", "batch"), group.runs[0].batch, strict=True)),
                 "warnings": [sentence(warning) for warning in warnings(group)],
                 "points": [point.label for point in group.members],
             }
@@ -173,7 +170,7 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
         **{key.rpartition(".")[2]: run.config.get(key) for key in _SETTINGS_OF_A_RUN},
         "started": run.result.get("started") or run.environment.get("time"),
         "model": run.result.get("model"),
-        "scaling": "weak" if run.config.get("data.batch_size_per_device") is not None else "strong",
+        "scaling": run.batch[0],
         "stand_in_for_devices": "threads on CPU" if run.is_simulated else "",
         **{name: run.measure(name) for name in MEASURES},
         **_pick(run, "metric", "metric_value"),
@@ -189,9 +186,8 @@ def row(run: RunRecord, out: Path) -> dict[str, Any]:
 def _plain_point(group: Group, point: Configuration) -> dict[str, Any]:
     return {
         **_place(group),
-        **_pick(
-            point, "label", "strategy", "devices", "nodes", "options", "needless_threads", "flagged"
-        ),
+        **_pick(point, "label", "options", "needless_threads", "flagged"),
+        **_pick(point.first, "strategy", "devices", "nodes"),
         "stand_in": point.is_simulated,
         "runs": [run.name for run in point.runs],
         "over_single": _fields(group.over_baseline(point)),
@@ -235,4 +231,4 @@ def _pick(thing: object, *names: str) -> dict[str, Any]:
 def _fields(value: Contrast | Summary | None) -> dict[str, Any] | None:
     if isinstance(value, Contrast):
         return value.fields
-    return dataclasses.asdict(value) if value else None
+    return asdict(value) if value else None

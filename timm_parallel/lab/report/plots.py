@@ -10,12 +10,11 @@ import io
 import math
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -37,12 +36,11 @@ OTHER = ("D", QUIET)
 STYLE = Path(__file__).with_name("plots.mplstyle")
 HEIGHT = 3.2  # inches
 LONGEST_LABEL = 44  # characters
-RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 # Largest number of configurations and of lines in a plot. If there are more, the plot shows the
 # fastest ones. The tables and data files have all.
 MOST_POINTS, MOST_LINES = 24, 8
 # Largest number of settings in a plot. If there are more, the plot shows the baseline and the best
-# ones, sorted by value.
+# ones.
 MOST_SETTINGS = 20
 # Largest number of evaluations in a curve. A longer curve skips evaluations at regular distances.
 MOST_STEPS = 100
@@ -71,20 +69,24 @@ def _plot(
     the values to draw.
 
     `data`: table for the CSV file next to the plot, by default `frame`. A column `label` in `frame`
-    has the labels of the rows; the plot is then as high as these texts need.
+    has the labels of the y axis; the plot is then as high as these texts need.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    height = HEIGHT
-    if "label" in frame:
-        height = 1.4 + 0.24 * sum(_whole(text).count("\n") + 1 for text in frame["label"])
+    rows = [_whole(label) for label in dict.fromkeys(frame.get("label", ()))]
+    lines = max(sum(text.count("\n") + 1 for text in rows), len(frame) / 6)
+    height = 1.4 + 0.24 * lines if rows else HEIGHT
     # Give each plot its own salt for the ids in the SVG, so that no two plots of a page share one.
     with matplotlib.rc_context({"svg.hashsalt": f"{group.title}{name}"}, fname=STYLE):
         # Do not use pyplot, because it needs a display and has global state.
         figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = figure.add_subplot()
         paint(axes, frame)
+        if rows:
+            axes.set_yticks(range(len(rows)), rows)
+            axes.margins(y=0.6 / len(rows))
+            axes.invert_yaxis()
         handles, labels = axes.get_legend_handles_labels()
         if len(handles) > 1:
             columns = 2 if max(map(len, labels)) > 14 else 4
@@ -113,12 +115,12 @@ def _of_speed(group: Group) -> Iterable[Plot]:
         reverse=True,
     )
     shown = [point.label for point in fastest[:MOST_POINTS]]
-    runs, ratios = speed_table(group), _ratios(group)
+    runs, ratios, memory = speed_table(group), _ratios(group), _memory(group)
     scales = len(runs[["strategy", "devices"]].drop_duplicates()) > 1
     tables: list[tuple[str, Callable[[Axes, pd.DataFrame], None], pd.DataFrame]] = [
         ("ratios", _paint_ratios, ratios.assign(label=ratios["a"] + " over " + ratios["b"])),
         ("speed", _paint_speeds, runs if scales else runs[:0]),
-        ("memory", _paint_memory, _memory(group)),
+        ("memory", _paint_memory, memory.assign(label=memory["point"])),
     ]
     for name, paint, table in tables:
         picked = table[table[table.columns[0]].isin(shown)].reset_index(drop=True)
@@ -135,8 +137,6 @@ def _of_settings(group: Group) -> Iterable[Plot]:
     # On a linear axis, one diverged run would make the losses of all other runs look equal.
     scale = "log" if group.scale.name == "log" else "linear"
     shown = [setting for setting in group.best(MOST_SETTINGS) if setting.values]
-    if len(group.alive) > MOST_SETTINGS:
-        shown.sort(key=lambda setting: -group.scale.sign * (setting.mean or 0.0))
     rows = [
         [s.label, str(block), value * factor]
         for s in group.alive
@@ -174,19 +174,11 @@ def _paint_intervals(
             markersize=5,
             linewidth=1.2,
         )
-    axes.set_yticks(range(len(frame)), [_whole(label) for label in frame["label"]])
-    axes.invert_yaxis()
-    axes.margins(y=0.6 / len(frame))
 
 
 def _whole(label: str) -> str:
     """Break a label into several lines of at most LONGEST_LABEL characters."""
     return textwrap.fill(label, LONGEST_LABEL)
-
-
-def _short(label: str) -> str:
-    """Cut a label to LONGEST_LABEL characters, so that labels leave enough room for the plot."""
-    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
 def _ratios(group: Group) -> pd.DataFrame:
@@ -205,24 +197,15 @@ def _paint_ratios(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set(xscale="log", xlabel="ratio of images/s")
     left, right = axes.get_xlim()
     axes.set_xlim(max(left, first), min(right, last))
-    ticks = [tick for tick in RATIO_TICKS if max(left, first) <= tick <= min(right, last)]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    _label_values(axes.xaxis, "log")
 
 
 def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     devices = int(frame["devices"].max())
-    single = frame[(frame["strategy"] == "single") & (frame["devices"] == 1)][SPEED]
-    if len(single) and devices > 1:
-        axes.plot(
-            [1, devices],
-            [single.median(), single.median() * devices],
-            ":",
-            color=QUIET,
-            label="ideal",
-        )
+    single = frame[(frame["strategy"] == "single") & (frame["devices"] == 1)][SPEED].median()
+    # The median is NaN if single did not run.
+    if single > 0 and devices > 1:
+        axes.plot([1, devices], [single, single * devices], ":", color=QUIET, label="ideal")
     best = frame.groupby("series")[SPEED].median().nlargest(MOST_LINES - 1).index
     kept = frame[frame["series"].isin(["single", *best])]
     for number, (name, runs) in enumerate(kept.groupby("series", sort=False)):
@@ -231,11 +214,7 @@ def _paint_speeds(axes: Axes, frame: pd.DataFrame) -> None:
         dash = DASHES[number % len(DASHES)]
         axes.plot(medians.index, medians, dash, color=color, linewidth=1.2, label=str(name))
         axes.plot(runs["devices"], runs[SPEED], marker, color=color, markersize=4.5, alpha=0.75)
-    flagged = kept[kept["flagged"]]
-    if len(flagged):
-        ring: dict[str, Any] = {"markersize": 10, "markerfacecolor": "none", "label": "flagged"}
-        axes.plot(flagged["devices"], flagged[SPEED], "o", color=QUIET, **ring)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xticks(sorted(frame["devices"].unique()))
     axes.set(xlim=(0.8, devices + 0.2), xlabel="devices", ylabel="images/s")
     axes.set_ylim(bottom=0)
 
@@ -244,36 +223,34 @@ def _memory(group: Group) -> pd.DataFrame:
     """Build a table of the peak memory of each device. It is empty on a CPU, where the devices
     share memory.
     """
-    rows = []
-    for point in group.members if group.conditions.accelerator != "cpu" else ():
-        for device, peak in enumerate(point.peak_bytes):
-            gib = [value / 2**30 for value in (peak.median, peak.low, peak.high)]
-            rows.append([point.label, point.strategy, device, *gib])
+    rows = [
+        [point.label, point.first.strategy, device]
+        + [value / 2**30 for value in (peak.median, peak.low, peak.high)]
+        for point in group.members
+        if point.first.accelerator != "cpu"
+        for device, peak in enumerate(point.peak_bytes)
+    ]
     return pd.DataFrame(rows, columns=["point", "strategy", "device", "gib", "low", "high"])
 
 
 def _paint_memory(axes: Axes, frame: pd.DataFrame) -> None:
-    looks: dict[str, Any] = {
-        "edgecolor": "white",
-        "alpha": 0.85,
-        "error_kw": {"elinewidth": 0.8, "ecolor": QUIET},
-    }
-    for x, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
+    for y, (_, peaks) in enumerate(frame.groupby("point", sort=False)):
         _, color = LOOKS.get(peaks["strategy"].iloc[0], OTHER)
         width = 0.8 / len(peaks)
-        centers = x - 0.4 + width * (peaks["device"] + 0.5)
+        centers = y - 0.4 + width * (peaks["device"] + 0.5)
         reach = (peaks["gib"] - peaks["low"], peaks["high"] - peaks["gib"])
-        bars = axes.bar(centers, peaks["gib"], width, yerr=reach, color=color, **looks)
+        bars = axes.barh(
+            centers,
+            peaks["gib"],
+            width,
+            xerr=reach,
+            color=color,
+            edgecolor="white",
+            alpha=0.85,
+            error_kw={"elinewidth": 0.8, "ecolor": QUIET},
+        )
         bars.patches[0].set_hatch("///")
-    names = list(frame["point"].unique())
-    is_long = sum(map(len, names)) > 50
-    axes.set_xticks(
-        range(len(names)),
-        [*map(_short, names)],
-        rotation=40 if is_long else 0,
-        ha="right" if is_long else "center",
-    )
-    axes.set_ylabel("peak, GiB per device")
+    axes.set_xlabel("peak, GiB per device")
 
 
 def _means(group: Group, settings: list[Configuration], factor: int) -> pd.DataFrame:
@@ -310,21 +287,16 @@ def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataF
     """Build a table of learning curves: mean, smallest and largest value over the seeds, for each
     step that all runs of a setting evaluated.
     """
-    rows = []
+    curves = []
     for setting in settings:
-        steps: dict[int, list[float]] = defaultdict(list)
-        runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.runs]
-        for curve in runs:
-            for step, value in curve.items():
-                steps[step].append(value * factor)
-        known = [
-            (step, values) for step, values in sorted(steps.items()) if len(values) == len(runs)
-        ]
-        stride = math.ceil(len(known) / MOST_STEPS)
+        of_runs = [read_curve(run.folder, metric.removesuffix("_best")) for run in setting.runs]
+        known = pd.DataFrame(of_runs).T.dropna().sort_index() * factor
         # Count the distance from the end, so that the last evaluation is always drawn.
-        for step, values in reversed(known[:: -stride or None]):
-            rows.append([setting.label, step, sum(values) / len(values), min(values), max(values)])
-    return pd.DataFrame(rows, columns=["setting", "step", "mean", "low", "high"])
+        shown = known.iloc[:: -math.ceil(len(known) / MOST_STEPS) or None].iloc[::-1]
+        table = {"setting": setting.label, "step": shown.index, "mean": shown.mean(axis=1)}
+        table |= {"low": shown.min(axis=1), "high": shown.max(axis=1)}
+        curves.append(pd.DataFrame(table))
+    return pd.concat(curves, ignore_index=True)
 
 
 def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> None:
@@ -347,9 +319,11 @@ def _label_values(axis: Axis, scale: str) -> None:
     """Label the ticks of a logarithmic axis with plain numbers, because losses of one sweep often
     lie between two powers of ten.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
 
     if scale == "log":
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        low, high = axis.get_view_interval()
+        wide = LogLocator(subs=(1, 2, 5), numticks=8)
+        axis.set_major_locator(wide if high > 4 * low else AutoLocator())
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())

@@ -29,6 +29,7 @@ from timm_parallel.lab.report.collect import collect, read_record
 from timm_parallel.lab.report.contents import Report, plain, relative, row
 from timm_parallel.lab.report.sentences import percent, sentence, sentences
 from timm_parallel.machine.files import write_json, write_text
+from timm_parallel.machine.text import as_number
 from timm_parallel.record.jobs import read_jobs
 
 # Limits that keep report.html below 2 MB. The files report.csv and report.json always contain
@@ -48,11 +49,8 @@ def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
     jobs.json and verdict.json are read too.
     """
     # If the sweeps set different values of sweep.smallest_difference, use the largest.
-    limits = [run.config.get("sweep.smallest_difference") for run in runs]
-    smallest = max(
-        (limit for limit in limits if isinstance(limit, float) and limit > 0),
-        default=SMALLEST_DIFFERENCE,
-    )
+    limits = (as_number(run.config.get("sweep.smallest_difference")) for run in runs)
+    smallest = max(filter(None, limits), default=SMALLEST_DIFFERENCE)
     groups = with_contrasts(group_runs(runs), smallest, LEVELS)
     record = read_record(folders[0]) if len(folders) == 1 else None
     verdict = judge(runs, record, smallest) if record else None

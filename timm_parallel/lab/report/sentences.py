@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from timm_parallel.lab.analysis.findings import Finding
-from timm_parallel.lab.analysis.labels import DASH, join_short
+from timm_parallel.lab.analysis.groups import DASH, join_short
 from timm_parallel.lab.analysis.scales import Unit
 from timm_parallel.lab.analysis.statistics import Contrast, Summary
 from timm_parallel.machine.text import plural

@@ -10,10 +10,8 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.findings import finding, other_baseline
-from timm_parallel.lab.analysis.groups import SPEED as IMAGES
-from timm_parallel.lab.analysis.groups import Configuration, Group, values
-from timm_parallel.lab.analysis.labels import DASH, join_short
+from timm_parallel.lab.analysis.findings import finding
+from timm_parallel.lab.analysis.groups import DASH, Configuration, Group, join_short, values
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
 from timm_parallel.lab.analysis.sequential import LEVEL, word_of
 from timm_parallel.lab.analysis.statistics import (
@@ -25,7 +23,7 @@ from timm_parallel.lab.analysis.statistics import (
     Summary,
     summarize,
 )
-from timm_parallel.lab.analysis.strategies import efficiency, same_threads, speed_table
+from timm_parallel.lab.analysis.strategies import efficiency, same_threads
 from timm_parallel.lab.analysis.verdict import BASE, CODE, HEAD, METRIC, SPEED, Verdict
 from timm_parallel.lab.report.sentences import (
     effect_text,
@@ -45,7 +43,6 @@ NOT_HERE = "n/a"
 MOST_LINKS, MOST_NAMED = 12, 12
 # A run is named as an outlier if its speed is below this share of its configuration's median.
 OUTLIER = 0.75
-MOST_DEVICES = 8
 # Largest number of jobs in the table of unfinished jobs. The file report.csv has all.
 MOST_UNFINISHED = 300
 # Characters of a reason in the table of unfinished jobs.
@@ -99,35 +96,34 @@ def _without_empty(rows: Sequence[dict[str, str]], kept: Sequence[str]) -> list[
     """Remove the columns of a table that have no value in any row. `kept`: columns that are not
     removed even if they are empty.
     """
-    filled = {*kept}
-    for row in rows:
-        filled |= {name for name, text in row.items() if text not in (DASH, NOT_HERE, "")}
-    return [{name: text for name, text in row.items() if name in filled} for row in rows]
+    empty = (DASH, NOT_HERE, "")
+    filled = {name for row in rows for name, text in row.items() if text not in empty}
+    names = filled.union(kept)
+    return [{name: text for name, text in row.items() if name in names} for row in rows]
 
 
 def _points_table(group: Group) -> Table:
     """Build the table of speed, memory and metrics of a group, with a row per strategy and number
     of devices.
     """
-    metrics = list(dict.fromkeys(name for point in group.members for name in point.metrics))
+    titles = {
+        run.metric: f"{run.metric} (lower is better)"
+        if run.metric_is is not None and run.metric_is[0]
+        else run.metric
+        for run in group.runs
+    }
     largest = max((peak.high for point in group.members for peak in point.peak_bytes), default=0)
     unit, factor = ("GiB", 2**-30) if largest >= 2**30 else ("MiB", 2**-20)
-    peak = "resident" if group.conditions.accelerator == "cpu" else "peak"
-    memory = f"{peak} memory, {unit}, by device"
-    rows, scaling = [], group.conditions.scaling
-    for point in group.members:
-        row = _point_row(group, point)
-        for name in metrics:
-            lower = any(
-                run.metric == name and run.metric_is is not None and run.metric_is[0]
-                for run in point.runs
-            )
-            title = f"{name} (lower is better)" if lower else name
-            row[title] = _summary(point.metrics.get(name))
-        rows.append(row | {memory: _peaks(point, factor)})
+    peak = "resident" if group.runs[0].accelerator == "cpu" else "peak"
+    rows = [
+        _point_row(group, point)
+        | {title: _summary(point.metrics.get(name)) for name, title in titles.items()}
+        | {f"{peak} memory, {unit}, by device": _peaks(point, factor)}
+        for point in group.members
+    ]
     return Table(
         _without_empty(rows, ["images/s"]),
-        caption=f"{scaling.capitalize()}: medians (smallest–largest) of the repeats",
+        caption=f"{group.runs[0].scaling.capitalize()}: medians (smallest–largest) of the repeats",
         notes=_notes(group),
         text_columns=["point"],
         runs=[point.runs for point in group.members],
@@ -165,20 +161,10 @@ def _settings_table(group: Group) -> Table:
     the sweep.
     """
     shown = group.best(MOST_SETTINGS)
-    notes = []
-    if group.missing_baseline:
-        notes.append(other_baseline(group))
-    if any(setting.lost for setting in group.members):
-        notes.append(finding("mean_of_lost"))
-    if len({frozenset(setting.values) for setting in group.alive}) > 1:
-        notes.append(finding("unequal_repeats", repeats=group.unit_of_repeats))
     return Table(
         _without_empty([_setting_row(group, setting) for setting in shown], group.keys),
         caption=f"{group.metric} by setting: mean over the {group.unit_of_repeats}s",
-        notes=[
-            *map(sentence, notes),
-            *_rest(len(group.members) - len(shown), "{} more settings, in report.json."),
-        ],
+        notes=_rest(len(group.members) - len(shown), "{} more settings, in report.json."),
         text_columns=[*group.keys, "setting", VERDICT],
         runs=[setting.runs for setting in shown],
     )
@@ -190,7 +176,6 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
     unit = ", points" if group.scale.is_proportion else ""
     effect = f"{'ratio' if group.scale.is_ratio else 'difference'}{unit}"
     lower = ", lower is better" if group.scale.lower_is_better else ""
-    peak = max((peak.median for peak in setting.peak_bytes), default=None)
     detectable = contrast.detectable if contrast else None
     to_text = points if group.scale.is_proportion else figure
     deviation = DASH if setting.deviation is None else to_text(setting.deviation)
@@ -208,7 +193,9 @@ def _setting_row(group: Group, setting: Configuration) -> dict[str, str]:
         VERDICT: ANSWERS[contrast.verdict] if contrast else "",
         DETECTABLE: DASH if detectable is None else size_text(detectable, group.scale.unit),
         "images/s": _summary(setting.speed),
-        "memory, MiB": DASH if peak is None else figure(peak / 2**20),
+        "memory, MiB": _median(
+            max(setting.peak_bytes, key=lambda peak: peak.median, default=None), 2**-20
+        ),
         "J per image": _median(setting.measure("joules_per_image")),
     }
 
@@ -247,22 +234,18 @@ def verdict_table(verdict: Verdict) -> Table:
     """Build the table of a verdict on a code change: metric, images/s and memory of base and
     head.
     """
-    of_speed, of_metric = verdict.contrasts[SPEED], verdict.contrasts.get(METRIC)
     rows = []
-    if of_metric is not None:
-        group = verdict.groups[0]
-        means = [group.named(f"{CODE}={code}").mean for code in (BASE, HEAD)]
-        base, head = (value_text(mean, group.scale.unit) for mean in means)
-        rows.append({"measure": group.metric, BASE: base, HEAD: head, **_compared(of_metric)})
-    base, head = (_summary(version.measure(IMAGES)) for version in verdict.versions)
-    rows.append({"measure": IMAGES_PER_SECOND, BASE: base, HEAD: head, **_compared(of_speed)})
-    old, new = (
-        summarize(max(run.peak_bytes, default=None) for run in version.runs)
-        for version in verdict.versions
-    )
-    ratio = f"{new.median / old.median:.2f} ×" if old and new else DASH
-    base, head = _median(old, 2**-20), _median(new, 2**-20)
-    memory = {"measure": "memory, MiB", BASE: base, HEAD: head, DIFFERENCE: ratio, "verdict": DASH}
+    if METRIC in verdict.contrasts:
+        group, names = verdict.groups[0], [f"{CODE}={code}" for code in (BASE, HEAD)]
+        base, head = (value_text(group.named(name).mean, group.scale.unit) for name in names)
+        compared = _compared(verdict.contrasts[METRIC])
+        rows.append({"measure": group.metric, BASE: base, HEAD: head, **compared})
+    base, head = (_summary(version.speed) for version in verdict.versions)
+    compared = _compared(verdict.contrasts[SPEED])
+    rows.append({"measure": IMAGES_PER_SECOND, BASE: base, HEAD: head, **compared})
+    peaks = [[max(run.peak_bytes, default=None) for run in v.runs] for v in verdict.versions]
+    base, head = (_median(summarize(of_version), 2**-20) for of_version in peaks)
+    memory = {"measure": "memory, MiB", BASE: base, HEAD: head, DIFFERENCE: DASH, "verdict": DASH}
     return Table([*rows, memory], text_columns=("measure", "verdict"))
 
 
@@ -276,45 +259,33 @@ def _compared(contrast: Contrast) -> dict[str, str]:
     }
 
 
-def disturbed_table(group: Group) -> Table:
-    """Build the table of runs whose speed was disturbed by other programs or heat, with the
-    reasons. It has at most MOST_NAMED rows.
-    """
-    flagged = [(run, point) for point in group.members for run in point.runs if run.flags]
-    rows = [
-        {"disturbed run": r.name, "point": p.label, "why": "; ".join(r.flags)}
-        for r, p in flagged[:MOST_NAMED]
-    ]
-    return Table(
-        rows,
-        caption="Disturbed runs, which are kept",
-        notes=_rest(len(flagged) - MOST_NAMED, "{} more disturbed runs, in report.csv."),
-        text_columns=["disturbed run", "point", "why"],
-    )
-
-
 def settings_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """Build three tables of keys and values: the config keys that differ between the runs, the
     config keys that are equal in all runs, and hardware and versions.
     """
     config = values(run.config for run in runs)
-    environment = {}
-    for key, seen in values(run.environment for run in runs).items():
-        known = [value for value in seen if value not in (None, "", [], {})]
-        if known and key not in _OF_ONE_RUN:
-            environment[key] = known
-    tables = []
-    for caption, settings in (
-        ("What varied", {key: seen for key, seen in config.items() if len(seen) > 1}),
-        ("What all points share", {key: seen for key, seen in config.items() if len(seen) == 1}),
-        ("Hardware and versions", environment),
-    ):
-        rows = [
-            {"key": key, "values": join_short(map(yaml_text, seen), 12)}
-            for key, seen in sorted(settings.items())
-        ]
-        tables.append(Table(rows, caption, text_columns=["key", "values"]))
-    return tables
+    environment = {
+        key: [value for value in seen if value not in (None, "", [], {})]
+        for key, seen in values(run.environment for run in runs).items()
+        if key not in _OF_ONE_RUN
+    }
+    return [
+        _keys_table("What varied", {key: seen for key, seen in config.items() if len(seen) > 1}),
+        _keys_table(
+            "What all points share", {key: seen for key, seen in config.items() if len(seen) == 1}
+        ),
+        _keys_table(
+            "Hardware and versions", {key: seen for key, seen in environment.items() if seen}
+        ),
+    ]
+
+
+def _keys_table(caption: str, keys: dict[str, list[object]]) -> Table:
+    rows = [
+        {"key": key, "values": join_short(map(yaml_text, seen), 12)}
+        for key, seen in sorted(keys.items())
+    ]
+    return Table(rows, caption, text_columns=["key", "values"])
 
 
 def unfinished_table(runs: Sequence[RunRecord]) -> Table:
@@ -323,7 +294,6 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
     shown = unfinished[:MOST_UNFINISHED]
     rows = [
         {
-            "point": f"{run.strategy or DASH} × {run.devices or DASH}",
             "overrides": " ".join(run.overrides) or DASH,
             "status": "done, not compared" if run.doubt else run.status.replace("_", " "),
             "reason": shorten(run.doubt or run.reason or DASH, LONGEST_REASON, placeholder="…"),
@@ -333,15 +303,13 @@ def unfinished_table(runs: Sequence[RunRecord]) -> Table:
     return Table(
         rows,
         notes=_rest(len(unfinished) - len(shown), "and {} more, in report.csv"),
-        text_columns=["point", "overrides", "status", "reason"],
+        text_columns=["overrides", "status", "reason"],
         runs=[[run] if run.folder.is_dir() else [] for run in shown],
     )
 
 
 def _notes(group: Group) -> list[str]:
     notes = []
-    if not group.baseline:
-        notes.append(finding("single_is_missing"))
     if any(point.is_simulated for point in group.members):
         notes.append(finding("devices_are_threads"))
     crowded = {point.needless_threads for point in group.members if point.needless_threads}
@@ -349,15 +317,24 @@ def _notes(group: Group) -> list[str]:
         notes.append(finding("more_threads_than_cores", threads=threads, cores=cores))
     if not all(same_threads(group, point) for point in group.members):
         notes.append(finding("unlike_threads"))
-    speeds = speed_table(group)
-    slow = speeds[speeds["relative"] < OUTLIER]
-    for run in slow[:MOST_NAMED].itertuples():
-        speed = float(run.images_per_sec)
-        notes.append(finding("outlier", run=run.run, label=run.point, speed=speed))
-    return [
-        *map(sentence, notes),
-        *_rest(len(slow) - MOST_NAMED, "Outlier, kept: {} more, in report.csv."),
+    odd = [
+        finding("odd_run", run=run.name, label=point.label, reasons=reasons)
+        for point in group.members
+        for run in point.runs
+        if (reasons := _oddities(run, point))
     ]
+    return [
+        *map(sentence, [*notes, *odd[:MOST_NAMED]]),
+        *_rest(len(odd) - MOST_NAMED, "Kept: {} more such runs, in report.csv."),
+    ]
+
+
+def _oddities(run: RunRecord, point: Configuration) -> list[str]:
+    """Return why the measurements of a run are doubtful: other load, heat, or a low speed."""
+    speed, usual = run.measure("images_per_sec"), point.speed
+    if speed is not None and usual and speed < OUTLIER * usual.median:
+        return [*run.flags, f"{figure(speed)} images/s, an outlier"]
+    return run.flags
 
 
 def _rest(count: int, note: str) -> list[str]:
@@ -381,6 +358,6 @@ def _median(summary: Summary | None, factor: float = 1) -> str:
 def _peaks(point: Configuration, factor: float) -> str:
     peaks = [figure(peak.median * factor) for peak in point.peak_bytes]
     if peaks and any(run.shared_memory for run in point.runs):
-        return f"{peaks[0]} shared by {point.devices}" if point.devices > 1 else peaks[0]
-    rest = f", … ({len(peaks)})" if len(peaks) > MOST_DEVICES else ""
-    return ", ".join(peaks[:MOST_DEVICES]) + rest or DASH
+        devices = point.first.devices
+        return f"{peaks[0]} shared by {devices}" if devices > 1 else peaks[0]
+    return ", ".join(peaks) or DASH

@@ -367,7 +367,6 @@ class VerdictRun(Runner):
         self._record, self._command = record, command
         self._need_of_each = need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
-        self._refused: Finding | None = None
         self._values: Values = {}
 
     def conclude(self) -> tuple[int, Values]:
@@ -377,7 +376,7 @@ class VerdictRun(Runner):
         return self.run(), self._values
 
     def waiting(self) -> list[Job]:
-        if self._refused:
+        if self._refusal():
             return []
         if self.jobs.have_ended and _judge(self.jobs.folder).is_open:
             _append_pair(self.jobs, self._record, self._command)
@@ -390,19 +389,19 @@ class VerdictRun(Runner):
     def local_job(self, job: Job) -> LocalJob:
         return VersionJob(job, self.jobs.folder / job.folder, self._versions[code_of(job)])
 
-    def ended(self, job: Job) -> None:
-        super().ended(job)
-        if not self._refused:
-            self._refused = refusal(collect([self.jobs.folder]))
+    def _refusal(self) -> Finding | None:
+        """Return the reason why the two versions cannot be compared, as far as it is known."""
+        for job in self.jobs.jobs:
             if job.code == REFUSED:
-                self._refused = finding("refused_by_code", code=code_of(job), reason=job.reason)
+                return finding("refused_by_code", code=code_of(job), reason=job.reason)
+        return refusal(collect([self.jobs.folder]))
 
     def _close(self) -> int:
         folder = self.jobs.folder
         page = write_report([folder])
-        verdict = _judge(folder)
-        word = REFUSED if self._refused else verdict.word
-        text = sentences([self._refused] if self._refused else verdict.findings)
+        verdict, refused = _judge(folder), self._refusal()
+        word = REFUSED if refused else verdict.word
+        text = sentences([refused] if refused else verdict.findings)
         notes = [sentence(note) for note in verdict.notes]
         print("\n".join([text, *notes]))
         show_results(verdict_table(verdict).rows)
