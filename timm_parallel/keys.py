@@ -466,12 +466,6 @@ class ParallelConfig:
     static_graph: bool | None = key(
         None, only="ddp", help="Promise DDP that the graph is the same in every step."
     )
-    comm_hook: str | None = key(
-        None,
-        choices=("bf16", "fp16"),
-        only="ddp",
-        help="Send gradients in 16 bits; null: unchanged.",
-    )
     dist_bn: str | None = key(
         None,
         choices=("broadcast", "reduce"),

@@ -15,41 +15,27 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.parallel.communication import Communication
 
-HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-# Bytes per gradient value that both compression hooks send.
-BYTES_PER_VALUE = 2
 # torch's reducer times each of the first 10 steps. Later it times only every n-th step.
 ALWAYS_SAMPLED = 10
 
 
 class TimedDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that measures the time of its communication.
+    """DistributedDataParallel that measures the time of its communication."""
 
-    `start_reporting` must be called before the first step.
-    """
-
-    is_compressed = False
     # Seconds that the broadcasts of buffers took before forward passes. torch's reducer counts them
     # as computing.
     buffer_seconds = 0.0
 
-    def start_reporting(self, comm_hook: str | None) -> None:
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
         # Time only every tenth step on a GPU, because timing a step waits for the previous step.
         self.steps_per_sample = 1 if self.device_type == "cpu" else 10
         self._set_ddp_runtime_logging_sample_rate(self.steps_per_sample)  # type: ignore[operator]
-        if comm_hook is not None:
-            self.is_compressed = True
-            self.register_comm_hook(dist.group.WORLD, HOOKS[comm_hook])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the forward pass.
@@ -130,8 +116,6 @@ class DdpCommunication(Communication):
     def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         # Count the gradients once per optimizer step, because only the last batch of an accumulated
         # step is reduced. Gradients of the other batches add up locally.
-        if self._wrapped.is_compressed:
-            return BYTES_PER_VALUE * sum(parameter.numel() for parameter in trained)
         return sum(parameter.nbytes for parameter in trained)
 
 

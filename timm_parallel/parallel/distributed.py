@@ -41,11 +41,9 @@ class Distributed(Strategy):
         return [torch.device("cuda", index % torch.cuda.device_count())]
 
     def wrap(self, step: PhaseStep) -> nn.Module:
-        # Leave out comm_hook and dist_bn, which are not arguments of DistributedDataParallel.
+        # Leave out dist_bn, which is not an argument of DistributedDataParallel.
         keys = [
-            key
-            for key, owner in strategy_options().items()
-            if owner == "ddp" and key not in ("comm_hook", "dist_bn")
+            key for key, owner in strategy_options().items() if owner == "ddp" and key != "dist_bn"
         ]
         options = {
             key: getattr(self.config, key) for key in keys if getattr(self.config, key) is not None
@@ -60,9 +58,7 @@ class Distributed(Strategy):
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         if self.device.type == "cuda":
             options |= {"device_ids": [self.device], "output_device": self.config.output_device}
-        wrapped = TimedDistributedDataParallel(step, **options)
-        wrapped.start_reporting(self.config.comm_hook)
-        return wrapped
+        return TimedDistributedDataParallel(step, **options)
 
     def skip_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         assert isinstance(wrapped, DistributedDataParallel)
