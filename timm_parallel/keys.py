@@ -476,9 +476,6 @@ class ParallelConfig:
     reshard_after_forward: bool | None = key(
         None, only="fsdp", help="false: gather weights once a batch, not twice."
     )
-    shard_size: int | None = key(
-        None, ge=2, only="fsdp", help="Devices that hold a model together; null: all."
-    )
 
     @property
     def has_ranks(self) -> bool:

@@ -267,23 +267,12 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
-    """Yield an error message if the devices cannot divide the batch, or if parallel.shard_size does
-    not divide the number of devices.
-    """
+    """Yield an error message if the devices cannot divide the batch."""
     has_ranks, devices, batch = (
         config.parallel.has_ranks,
         config.parallel.devices,
         config.global_batch,
     )
-    size = config.parallel.shard_size
-    if size is not None and devices % size:
-        fitting = ", ".join(
-            str(number) for number in range(2, devices + 1) if devices % number == 0
-        )
-        yield (
-            f"parallel.shard_size={size}: does not divide the {devices} devices; use one of "
-            f"{fitting}, or null"
-        )
     if batch < devices:
         yield Problem(
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "

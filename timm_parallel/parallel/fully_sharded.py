@@ -26,10 +26,8 @@ from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 
 
 class FullySharded(Distributed):
-    """Strategy fsdp, in which each rank drives one device.
-
-    A group of `shard_size` ranks holds one copy of the model together. By default the group has all
-    ranks.
+    """Strategy fsdp, in which each rank drives one device, and all ranks together hold one copy of
+    the model.
     """
 
     shards = True
@@ -37,16 +35,8 @@ class FullySharded(Distributed):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Build the device mesh of the ranks, with the dimensions [replicas, shards]. A mesh with
-        one replica has only the dimension [shards].
-
-        All ranks must call this function.
-        """
-        ranks, shard_size = self.group.world_size, self.config.shard_size
-        if shard_size in (None, ranks):
-            return init_device_mesh(self.device.type, (ranks,))
-        shape = (ranks // shard_size, shard_size)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        """Build the device mesh of the ranks. All ranks must call this function."""
+        return init_device_mesh(self.device.type, (self.group.world_size,))
 
     def shard(self, networks: Networks, dtype: torch.dtype | None) -> None:
         # Broadcast the initial weights of rank 0, as DDP does. Otherwise the networks would consist

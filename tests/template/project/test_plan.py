@@ -121,14 +121,18 @@ def test_plan_with_accumulate_auto_does_not_split_the_batch_on_several_devices()
 
 
 @pytest.mark.slow(seconds=3)
-def test_plan_for_fsdp_divides_all_but_activations_and_images_by_shard_size() -> None:
-    overrides = ("model.ema.decay=0.9", "data.batch_size=16")
-    spreads = (
-        ("parallel=ddp",),
-        ("parallel=fsdp", "parallel.shard_size=2"),
-        ("parallel=fsdp", "parallel.shard_size=null"),
-    )
-    plans = [plan_for(*spread, *overrides, devices=4) for spread in spreads]
+def test_plan_for_fsdp_divides_all_but_activations_and_images_by_the_devices() -> None:
+    # Each device has four images of a batch.
+    spreads = [("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
+    plans = [
+        plan_for(
+            f"parallel={name}",
+            "model.ema.decay=0.9",
+            f"data.batch_size={4 * devices}",
+            devices=devices,
+        )
+        for name, devices in spreads
+    ]
     whole, half, quarter = (costs_of(row)[1] for row in plans)
     # Half of the kept tensors, and a quarter of them, are missing.
     assert whole - half == pytest.approx(2 * (half - quarter), rel=1e-6)
