@@ -430,7 +430,7 @@ class ParallelConfig:
     )
     backend: str = key(
         "auto",
-        choices=("auto", "nccl", "gloo", "mpi"),
+        choices=("auto", "nccl", "gloo"),
         help="Backend of ranks; auto: nccl on CUDA, else gloo.",
     )
     start_timeout: int = key(

@@ -201,8 +201,6 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"tracker={name}: the package {name} is not installed; pip install -r "
                 "requirements-trackers.txt"
             )
-    if parallel.backend == "mpi" and not hardware.has_mpi():
-        yield ("parallel.backend=mpi: the installed torch was built without MPI; use nccl or gloo")
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"
@@ -224,9 +222,9 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "for a trial)",
                 TOO_FEW_DEVICES,
             )
-        if parallel.shards and parallel.backend in ("gloo", "mpi"):
+        if parallel.shards and parallel.backend == "gloo":
             yield (
-                f"parallel.backend={parallel.backend}: {parallel.strategy} on CUDA needs nccl; "
+                f"parallel.backend=gloo: {parallel.strategy} on CUDA needs nccl; "
                 "leave it at auto, or use parallel=ddp"
             )
         if (
