@@ -649,11 +649,6 @@ class CheckpointConfig:
         None, gt=0, help="Save also every N minutes within an epoch, at the next logged step."
     )
     keep: int = key(1, ge=1, help="Number of step_N.pt files to keep.")
-    top: int = key(
-        1,
-        ge=1,
-        help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
-    )
     metric: str = key(
         "auto", help="Metric of best.pt: val/<metric>, or with _ema; auto: the task's headline."
     )

@@ -40,6 +40,8 @@ from timm_parallel.patches import keep_missing_values, share_config_store
 
 # Name under which Hydra's config store holds the config of a resumed run.
 SAVED = "saved_config"
+# Keys that no longer exist -> their default, if it is not null.
+REMOVED = {"checkpoint.top": 1}
 
 
 @dataclass
@@ -296,17 +298,17 @@ def load_config(folder: Path) -> ResolvedConfig:
         raise ValueError(
             f"{folder}: expected a run folder, but it has no readable config.yaml"
         ) from None
-    _drop_removed_keys(task)
+    drop_removed_keys(task)
     return as_resolved(to_config(task))
 
 
-def _drop_removed_keys(saved: DictConfig) -> None:
-    """Delete keys without a value that no longer exist from a saved config, so that this version
-    reads runs of an earlier one.
+def drop_removed_keys(saved: DictConfig) -> None:
+    """Delete keys that no longer exist and have their default from a saved config, so that this
+    version reads runs of an earlier one.
     """
     known = {key for key, _, _ in leaves(current().config())}
     for key, value in plain_values(OmegaConf.to_container(saved)):
-        if value is None and key not in known and not is_known(key):
+        if value == REMOVED.get(key) and key not in known and not is_known(key):
             section, _, name = key.rpartition(".")
             del OmegaConf.select(saved, section)[name]
 
@@ -358,6 +360,7 @@ def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
     if "${oc.env:" not in text:
         return
     given = _task_of(OmegaConf.create(text))
+    drop_removed_keys(given)
     unresolved: Any = OmegaConf.to_container(given)
     for (key, earlier, _), (_, value, _) in zip(
         leaves(to_config(given)), leaves(config), strict=True

@@ -399,9 +399,8 @@ class Training:
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self._segments)
             if self._strategy.is_first:
-                folder, config = self.folder / "checkpoints", self._config.checkpoint
-                step = self.parts.progress.step
-                checkpoint.save(folder, contents, step, config.keep, is_best, config.top)
+                folder, keep = self.folder / "checkpoints", self._config.checkpoint.keep
+                checkpoint.save(folder, contents, self.parts.progress.step, keep, is_best)
 
     def _stop(self) -> NoReturn:
         """Save a checkpoint and end the run after a stop signal. This works after any step, also

@@ -47,9 +47,6 @@ class Progress:
     # Dictionary from the name of each metric to its best value so far.
     best_values: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
-    # Value of checkpoint.metric in the newest evaluation, negated if it is a loss. None if it was
-    # NaN or undefined.
-    score: float | None = None
     # Step of the newest evaluation.
     evaluated_at: int | None = None
 
@@ -120,7 +117,7 @@ class Progress:
         value = math.nan if numbers[metric] is None else numbers[metric]
         if metrics[metric.removesuffix("_ema")].lower_is_better:
             value = -value
-        self.score, self.evaluated_at = None if math.isnan(value) else value, self.step
+        self.evaluated_at = self.step
         is_best = not math.isnan(value) and (self.best is None or value > self.best)
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
