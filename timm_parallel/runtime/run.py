@@ -18,6 +18,7 @@ import torch
 from timm_parallel.config.compose import save_config
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
+from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.parallel.lockstep import LockstepNetworks
@@ -95,8 +96,9 @@ class Run:
             with Console(strategy.is_first, parts.total_steps, step) as console:
                 recorder = Recorder(parts.config, self.folder, strategy.is_first, step)
                 on_close.callback(recorder.close)
+                place = on_close.enter_context(RunFolder(self.folder))
                 stop_handler.request = strategy.group.stop.request
-                training = Training(self, recorder, console)
+                training = Training(self, recorder, console, place)
                 try:
                     yield training
                     training._evaluate_at_end()
@@ -111,8 +113,9 @@ class Run:
 class Training:
     """Argument of a training loop: `for step in training.steps(): training.log(step.train())`."""
 
-    def __init__(self, run: Run, recorder: Recorder, console: Console) -> None:
+    def __init__(self, run: Run, recorder: Recorder, console: Console, place: RunFolder) -> None:
         self.parts, self.folder, self._segments = run.parts, run.folder, run.segments
+        self._place = place
         self._recorder, self._console = recorder, console
         self._config, self._strategy = run.parts.config, run.parts.strategy
         # Newest evaluation of each split.
@@ -399,6 +402,9 @@ class Training:
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self._segments)
             if self._strategy.is_first:
+                # A folder of this name may now belong to another run.
+                if self._place.is_gone():
+                    raise OSError(self._place.problem)
                 folder, keep = self.folder / "checkpoints", self._config.checkpoint.keep
                 checkpoint.save(folder, contents, self.parts.progress.step, keep, is_best)
 
