@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.data_parallel import DataParallelStrategy
+from timm_parallel.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
-from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
 from timm_parallel.task import Task
 
 
