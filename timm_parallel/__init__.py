@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from timm_parallel.model.freeze import head_names as head_names
     from timm_parallel.model.load_weights import load_weights as load_weights
     from timm_parallel.model.weights import preprocessing_of as preprocessing_of
-    from timm_parallel.parallel.build import build_strategy as build_strategy
     from timm_parallel.parallel.distributed import Distributed as Distributed
     from timm_parallel.parallel.networks import Networks as Networks
     from timm_parallel.parallel.networks import autocast as autocast
-    from timm_parallel.parallel.single import Single as Single
+    from timm_parallel.parallel.strategy import Single as Single
     from timm_parallel.parallel.strategy import Strategy as Strategy
+    from timm_parallel.parallel.strategy import build_strategy as build_strategy
     from timm_parallel.patches import create_model_with_filter as create_model_with_filter
     from timm_parallel.patches import posterize_to_black as posterize_to_black
     from timm_parallel.record.confusion import draw_confusion as draw_confusion
@@ -166,9 +166,9 @@ _GROUPS = {
     },
     "Strategies, which spread a model over devices": {
         "Strategy": "parallel.strategy",
-        "Single": "parallel.single",
+        "Single": "parallel.strategy",
         "Distributed": "parallel.distributed",
-        "build_strategy": "parallel.build",
+        "build_strategy": "parallel.strategy",
         "Ranks": "machine.ranks",
     },
     "A run": {

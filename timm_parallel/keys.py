@@ -35,7 +35,7 @@ class BuiltInStrategy:
 # Built-in strategies: name in a config -> strategy. A config names a strategy of the project as
 # `src.parallel.<module>.<Class>`.
 STRATEGIES = {
-    "single": BuiltInStrategy("timm_parallel.parallel.single.Single", has_one_device=True),
+    "single": BuiltInStrategy("timm_parallel.parallel.strategy.Single", has_one_device=True),
     "dp": BuiltInStrategy(
         "timm_parallel.parallel.data_parallel.DataParallelStrategy", compiles=False
     ),

@@ -28,9 +28,8 @@ from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Strategy, build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.metric_window import MetricWindow

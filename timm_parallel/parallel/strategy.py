@@ -1,7 +1,14 @@
-"""Base class of strategies, which distribute the training of a single-device model over devices."""
+"""Base class of strategies, which distribute the training of a single-device model over devices,
+the strategy single, and the function that builds the strategy of a run.
+
+Each strategy is one class. To add a strategy, write a class that extends Single (one process) or
+Distributed (a process per device), and a YAML file in conf/parallel/ with the line `strategy:
+src.parallel.<module>.<Class>`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.keys import ResolvedParallel, TrainConfig
+from timm_parallel.keys import STRATEGIES, ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.allocator import keep_freed_memory
+from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep
@@ -198,6 +207,47 @@ class Strategy:
     def close(self) -> None:
         """Leave the process group at the end of the run."""
         self.group.close()
+
+
+class Single(Strategy):
+    """Strategy single, which runs the training step unchanged on one device."""
+
+    has_one_device = True
+
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        return step
+
+
+def build_strategy(
+    config: ResolvedParallel, ranks: Ranks, store: Store | None, deterministic: bool = False
+) -> Strategy:
+    """Build the strategy of a resolved config, set up its devices and join the process group.
+
+    All ranks must call this function. `deterministic`: the value of train.deterministic, which must
+    take effect before a device is used.
+    """
+    start_clock.end("imports")
+    if deterministic:
+        use_deterministic_algorithms()
+    built_in = {name: strategy.name for name, strategy in STRATEGIES.items()}
+    strategy = import_class("parallel.strategy", config.strategy, Strategy, built_in)
+    built = strategy(config, ranks, store)
+    start_clock.end("devices")
+    return built
+
+
+def use_deterministic_algorithms() -> None:
+    """Make torch raise RuntimeError for nondeterministic operations.
+
+    This function must be called before a GPU is used for the first time.
+    """
+    # cuBLAS reads CUBLAS_WORKSPACE_CONFIG only once. Without this environment variable, torch would
+    # raise RuntimeError for each matrix product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Disable cuDNN's benchmark mode, which chooses algorithms by timing and so may choose
+    # differently in each run.
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def _computes_bf16(device: torch.device) -> bool:

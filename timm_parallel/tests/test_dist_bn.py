@@ -15,7 +15,7 @@ from small.model import Tiny
 from torch import nn
 
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.testing.ranks import in_ranks
 from timm_parallel.tests.small_runs import resolved, start_run, take_steps
 

@@ -24,7 +24,7 @@ from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
+from timm_parallel.parallel.strategy import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress

@@ -229,8 +229,8 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     """Train two ddp steps with unused parameters; return the error, or `trained`."""
     from timm_parallel.batch import Batch
     from timm_parallel.keys import ParallelConfig
-    from timm_parallel.parallel.build import build_strategy
     from timm_parallel.parallel.networks import Networks, PhaseStep
+    from timm_parallel.parallel.strategy import build_strategy
 
     config = ParallelConfig(
         strategy="ddp",

@@ -20,10 +20,10 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
 from timm_parallel.measure.guard import flags, guard
 from timm_parallel.measure.usage import Energy
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
 from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.step import Step
 from timm_parallel.testing.configs import read_lines

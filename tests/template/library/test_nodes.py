@@ -280,7 +280,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     from src.train.build import build_run
-    from timm_parallel.parallel.build import build_strategy
+    from timm_parallel.parallel.strategy import build_strategy
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:

@@ -35,8 +35,8 @@ from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
+from timm_parallel.parallel.strategy import build_strategy, use_deterministic_algorithms
 from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.step import Step

@@ -30,9 +30,9 @@ from tests.template.runs import (
 )
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import PhaseStep
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.parts import build_networks

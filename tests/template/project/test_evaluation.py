@@ -31,7 +31,7 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
+from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished
