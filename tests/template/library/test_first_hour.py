@@ -32,7 +32,7 @@ from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.ddp_timing import unused_parameters
+from timm_parallel.parallel.distributed import unused_parameters
 from timm_parallel.record.console import print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.runtime.run_result import speed_without_wait

@@ -20,8 +20,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
 from timm_parallel.measure.guard import flags, guard
 from timm_parallel.measure.usage import Energy
-from timm_parallel.parallel.ddp_timing import TimedDistributedDataParallel
-from timm_parallel.parallel.distributed import Distributed
+from timm_parallel.parallel.distributed import Distributed, TimedDistributedDataParallel
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.result import read_result

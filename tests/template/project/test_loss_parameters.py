@@ -27,7 +27,7 @@ from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import check_is_complete
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
-from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
+from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.metric_window import MetricWindow
