@@ -241,7 +241,7 @@ def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer()
 
 FAULTS = """
 import resource, timm, torch
-from timm_parallel.machine.allocator import keep_freed_memory
+from timm_parallel.parallel.cpu_tuning import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()
 model = timm.create_model("resnet18", num_classes=10)
