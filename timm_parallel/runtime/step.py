@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.machine.seeds import seed_for
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import LOSS, MetricWindow
 from timm_parallel.state.parts import Phase, RunParts, require_gradients
 from timm_parallel.task import Task
@@ -287,3 +287,19 @@ class Step:
 def needs_closure(phase: Phase) -> bool:
     """Return True if the optimizer of a phase computes the loss several times in a step."""
     return bool(getattr(phase.optimizer, "needs_closure", False))
+
+
+def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:
+    """Seed the random generators of all devices of this process before a training step.
+
+    The seeds depend on the run's seed, the step, the rank and the index of the device.
+    """
+    # A resumed run then draws the same numbers for dropout and drop path, although its checkpoints
+    # store no random states. The replicas of dp on a CPU run in threads that share one generator.
+    seeds = [seed_for(seed, step, rank, index) for index in range(len(devices))]
+    torch.default_generator.manual_seed(seeds[0])
+    for device, device_seed in zip(devices, seeds, strict=True):
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(device_seed)
+        elif device.type == "mps":
+            torch.mps.manual_seed(device_seed)

@@ -37,9 +37,8 @@ from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy, use_deterministic_algorithms
-from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.step import Step
+from timm_parallel.runtime.step import Step, seed_step
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import Learning, Phase
 from timm_parallel.state.progress import Progress
