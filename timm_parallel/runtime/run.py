@@ -30,11 +30,10 @@ from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
 from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.runtime.run_result import make_result
+from timm_parallel.runtime.run_result import describe_segments, make_result, new_segment
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts, evaluation_networks
-from timm_parallel.state.segments import describe_segments, new_segment
 from timm_parallel.task import Task
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""Build result.json from the settings, the metrics, and the measurements of timed steps on all
-ranks.
+"""Build result.json from the settings, the metrics, the segments of the run (its start and each
+resume), and the measurements of timed steps on all ranks.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
 from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.machine.text import change_text
 from timm_parallel.measure.guard import flags, guard
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
@@ -237,4 +239,36 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
         "method": parts.communication[0].method if seconds else None,
+    }
+
+
+def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
+    """Format one line per segment of a run, with its first step, command and changed settings.
+
+    Returns no lines if no resume has changed a setting.
+    """
+    if not any(segment["changed"] for segment in segments):
+        return []
+    lines = []
+    for segment in segments:
+        changes = ", ".join(change_text(key, *values) for key, values in segment["changed"].items())
+        lines.append(
+            f"step {segment['first_step']}: {segment['command']}"
+            + (f"  ({changes})" if changes else "")
+        )
+    return lines
+
+
+def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
+    """Build the entry in result.json for the segment of the run that starts now.
+
+    `changed`: dictionary from each setting that a resume changed to its values before and now.
+    """
+    began = time.time() - (time.perf_counter() - started_at())
+    return {
+        "first_step": parts.progress.step,
+        "command": read_environment(folder).get("command"),
+        "changed": changed,
+        "started": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
+        "devices": parts.config.parallel.devices,
     }
