@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from timm_parallel.config.resolve import resolve as resolve
     from timm_parallel.config.validate import own_class_problems as own_class_problems
     from timm_parallel.config.validate import own_function_problems as own_function_problems
+    from timm_parallel.data.batch_augment import Erasing as Erasing
+    from timm_parallel.data.batch_augment import Mixing as Mixing
     from timm_parallel.data.build import check_data as check_data
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
@@ -35,11 +37,9 @@ if TYPE_CHECKING:
     from timm_parallel.data.dataset import InMemory as InMemory
     from timm_parallel.data.dataset import as_size as as_size
     from timm_parallel.data.decode import Files as Files
-    from timm_parallel.data.erasing import Erasing as Erasing
     from timm_parallel.data.fractions import batches_per_epoch as batches_per_epoch
     from timm_parallel.data.loader import EvalLoader as EvalLoader
     from timm_parallel.data.loader import TrainLoader as TrainLoader
-    from timm_parallel.data.mixing import Mixing as Mixing
     from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
     from timm_parallel.entry import main as main
     from timm_parallel.errors import RefusedError as RefusedError
@@ -147,8 +147,8 @@ _GROUPS = {
         "TrainLoader": "data.loader",
         "EvalLoader": "data.loader",
         "DevicePrefetcher": "data.prefetch",
-        "Erasing": "data.erasing",
-        "Mixing": "data.mixing",
+        "Erasing": "data.batch_augment",
+        "Mixing": "data.batch_augment",
         "check_same_data": "runtime.replica_checks",
         "posterize_to_black": "patches",
     },

@@ -37,8 +37,7 @@ ALLOWED = {
     ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("timm_parallel/parallel/",),
     r"timm": (
-        "timm_parallel/data/erasing.py",
-        "timm_parallel/data/mixing.py",
+        "timm_parallel/data/batch_augment.py",
         "timm_parallel/data/timm_datasets.py",
         "timm_parallel/model/",
         "timm_parallel/parallel/blocks.py",
