@@ -24,7 +24,7 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.start_clock import describe_start
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.measure.usage import Energy
+from timm_parallel.measure.telemetry import Energy
 from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.strategy import Strategy
 

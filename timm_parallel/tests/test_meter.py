@@ -13,7 +13,7 @@ import pytest
 from timm_parallel.machine import start_clock
 from timm_parallel.machine.start_clock import StartClock, describe_start
 from timm_parallel.measure import meter as module
-from timm_parallel.measure import usage
+from timm_parallel.measure import telemetry
 from timm_parallel.measure.meter import Meter
 
 
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
     monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(start_clock, "time", time)
-    monkeypatch.setattr(usage, "time", time)
+    monkeypatch.setattr(telemetry, "time", time)
     return time
 
 
@@ -127,7 +127,7 @@ class Meters:
 
 def test_energy_of_timed_steps_excludes_warm_up_and_evaluation(clock: Time) -> None:
     gpu: Any = Meters(clock)
-    energy = usage.Energy([gpu])
+    energy = telemetry.Energy([gpu])
     meter = Meter(1, 60, energy=energy)
     train(meter, clock, [0.1] * 30)
     meter.pause()

@@ -18,7 +18,7 @@ from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
-from timm_parallel.measure.usage import Energy
+from timm_parallel.measure.telemetry import Energy
 from timm_parallel.parallel.distributed import Distributed, TimedDistributedDataParallel
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
