@@ -22,8 +22,7 @@ from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.flops import count_flops
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.measure.step_profiler import build_hooks
+from timm_parallel.measure.step_hooks import StepHooks, build_hooks
 from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.ema import build_ema
