@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
     from timm_parallel.config.arguments import number_argument as number_argument
     from timm_parallel.config.arguments import print_json as print_json
-    from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
+    from timm_parallel.config.validate import option_problems as option_problems
     from timm_parallel.config.validate import own_class_problems as own_class_problems
     from timm_parallel.config.validate import own_function_problems as own_function_problems
     from timm_parallel.data.batch_augment import Erasing as Erasing
@@ -119,7 +119,7 @@ _GROUPS = {
         "key": "keys",
         "leaves": "keys",
         "is_own_class": "keys",
-        "option_problems": "config.bounds",
+        "option_problems": "config.validate",
         "own_class_problems": "config.validate",
         "own_function_problems": "config.validate",
         "compose": "checked_configs",
