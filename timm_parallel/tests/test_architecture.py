@@ -22,6 +22,7 @@ SOURCES = library_files()
 # Pattern of names -> files that may import them. A name that ends with a slash is a folder.
 ALLOWED = {
     r"(hydra|omegaconf)": (
+        "timm_parallel/checked_configs.py",
         "timm_parallel/entry.py",
         "timm_parallel/config/",
         "timm_parallel/patches.py",
