@@ -34,7 +34,6 @@ ALLOWED = {
         "timm_parallel/parallel/",
         "timm_parallel/launch/",
         "timm_parallel/machine/ranks.py",
-        "timm_parallel/lab/doctor/probe.py",
     ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("timm_parallel/parallel/",),
     r"timm": (
@@ -43,7 +42,7 @@ ALLOWED = {
         "timm_parallel/model/",
         "timm_parallel/parallel/blocks.py",
         "timm_parallel/patches.py",
-        "timm_parallel/lab/doctor/probe.py",
+        "timm_parallel/lab/doctor.py",
     ),
 }
 # Files that may import torch only inside functions. Commands such as --help import these files and
@@ -63,7 +62,7 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/config/",
     "timm_parallel/data/dataset.py",
     "timm_parallel/machine/seeds.py",
-    "timm_parallel/lab/doctor/",
+    "timm_parallel/lab/doctor.py",
     "timm_parallel/faults/",
     "timm_parallel/lab/jobs/",
     "timm_parallel/launch/",
