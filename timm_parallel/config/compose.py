@@ -25,11 +25,7 @@ from yaml import YAMLError
 from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.explain import explain, required
-from timm_parallel.config.hydra_allowlist import (
-    check_before_composing,
-    check_hydra_block,
-    check_hydra_types,
-)
+from timm_parallel.config.hydra_allowlist import check_before_composing, check_hydra_block
 from timm_parallel.config.resolvers import by_device, device_counts
 from timm_parallel.config.suggest import is_known
 from timm_parallel.config.validate import check_combination, check_values
@@ -184,9 +180,9 @@ def to_config(
     each value. Raises ValueError for an invalid or missing value, and for a secret that is given as
     plain text.
 
-    `merged`: the config merged into the schema, from a caller that has done so and has checked the
-    types in the `hydra` section. None: this function does both. `is_complete`: false for the config
-    on which the jobs of a sweep are based. The swept keys may set a value that is missing there.
+    `merged`: the config merged into the schema, from a caller that has done so; None: this function
+    does it. `is_complete`: false for the config on which the jobs of a sweep are based. The swept
+    keys may set a value that is missing there.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         if is_complete and value == "???":
@@ -200,8 +196,6 @@ def to_config(
             )
     config = typed_and_checked(tree, merged, is_complete)
     if "hydra" in tree:
-        if merged is None:
-            check_hydra_types(tree)
         check_hydra_block(tree)
     return config
 
