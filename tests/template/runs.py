@@ -240,12 +240,11 @@ def take_steps(
     if batches is None:
         batches = parts.train_loader.epoch(progress.epoch)
     stops = False
-    while parts.has_steps and not stops and progress.step != until:
+    last = min(parts.total_steps, progress.step - progress.step_in_epoch + parts.steps_per_epoch)
+    while progress.step < last and not stops and progress.step != until:
         for phase in parts.state.phases:
             phase.wrapped.train()
-        step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
-        parts.hooks.start_step(step.number)
-        step.seed()
+        step = Step(parts, batches, window)
         numbers = step.train()
         stops = step.stops
         if numbers:

@@ -38,7 +38,7 @@ class Erasing:
         """
         # This object is never called. It only holds timm's default ranges of box area and aspect
         # ratio.
-        self.timm = RandomErasing(probability, mode=mode, max_count=max_count, device="cpu")
+        self._timm = RandomErasing(probability, mode=mode, max_count=max_count, device="cpu")
 
     def draw(self, seeds: list[int], shape: torch.Size) -> list[Tensor]:
         """Draw which pixels of a batch are erased, and the noise that replaces them.
@@ -55,26 +55,26 @@ class Erasing:
         pixels, noise = [np.empty(0, np.int32)], [torch.empty(0, channels)]
         for number, seed in enumerate(seeds):
             draws.seed(seed)
-            if draws.random() > self.timm.probability:
+            if draws.random() > self._timm.probability:
                 continue
             noise_draws.manual_seed(seed)
             for top, left, rows, columns in self._boxes(draws, height, width):
                 pixels.append(
                     grid[top : top + rows, left : left + columns].ravel() + number * grid.size
                 )
-                if self.timm.mode != "const":
-                    of_box = (rows, columns) if self.timm.per_pixel else (1, 1)
+                if self._timm.mode != "const":
+                    of_box = (rows, columns) if self._timm.per_pixel else (1, 1)
                     drawn = torch.empty(channels, *of_box).normal_(generator=noise_draws)
                     noise.append(drawn.expand(channels, rows, columns).flatten(1).T)
         erased, values = np.concatenate(pixels), torch.cat(noise)
-        if self.timm.max_count > 1:
+        if self._timm.max_count > 1:
             # Where two boxes of an image overlap, keep the values of the later box. Without this,
             # two writes to one pixel would happen in an undefined order.
             erased, last = np.unique(erased[::-1], return_index=True)
             values = values.flip(0)[torch.from_numpy(last)] if len(values) else values
         return (
             [torch.from_numpy(erased)]
-            if self.timm.mode == "const"
+            if self._timm.mode == "const"
             else [torch.from_numpy(erased), values]
         )
 
@@ -93,7 +93,7 @@ class Erasing:
         """Draw the boxes to erase in one image of `height` x `width` pixels, as timm's
         RandomErasing does.
         """
-        timm = self.timm
+        timm = self._timm
         # If only one number of boxes is possible, timm draws no random number for it. Do the same,
         # so that the boxes are those of timm.
         count = (
@@ -195,8 +195,8 @@ class Mixing:
         `off_epoch`: the first epoch without mixing; 0: mix in all epochs. `arguments`: keyword
         arguments of timm's Mixup.
         """
-        self.mixup, self.off_epoch = BatchedMixup(**arguments), off_epoch
-        self.seed, self.rank = seed, rank
+        self._mixup, self._off_epoch = BatchedMixup(**arguments), off_epoch
+        self._seed, self._rank = seed, rank
         # Number of batches that were mixed since the training began, also before a resume.
         self.batch = 0
 
@@ -205,9 +205,9 @@ class Mixing:
 
         From the epoch `off_epoch` on, images are not mixed and labels are only smoothed.
         """
-        self.mixup.mixup_enabled = not self.off_epoch or batch.epoch < self.off_epoch
+        self._mixup.mixup_enabled = not self._off_epoch or batch.epoch < self._off_epoch
         # Seed numpy's global generator, because timm's Mixup draws from it.
-        np.random.seed(seed_for(self.seed, self.batch, self.rank) & 0xFFFFFFFF)
+        np.random.seed(seed_for(self._seed, self.batch, self._rank) & 0xFFFFFFFF)
         self.batch += 1
-        mixed, soft = self.mixup(batch.image, batch.target)
+        mixed, soft = self._mixup(batch.image, batch.target)
         return batch.replace(image=mixed, target=soft)

@@ -80,7 +80,7 @@ class DataParallelStrategy(Strategy):
         # torch splits a batch in this way, so the last chunk may be smaller.
         return [len(chunk) for chunk in torch.arange(batch_size).chunk(len(self.devices))]
 
-    def count_replicas(self) -> int:
+    def _count_replicas(self) -> int:
         probe = self._spread(_One().to(self.device), self.device)
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())
 

@@ -65,7 +65,7 @@ class Strategy:
 
         `store`: key-value store through which the ranks find each other; None for a single process.
         """
-        self.config, self.kind = config, config.strategy
+        self.config = config
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
@@ -92,14 +92,6 @@ class Strategy:
         # the model.
         self.chosen: set[str] = set()
         self.buffers = BufferSync(self.group, config.dist_bn)
-
-    @property
-    def device_model(self) -> str:
-        """The product name of this process's device, such as `NVIDIA H100`. Devices of two
-        different products may round differently.
-        """
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if is_cuda else hardware.cpu_model()
 
     def choose_precision(self, train: TrainConfig) -> None:
         """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes
@@ -185,7 +177,7 @@ class Strategy:
         """Return how many images of a global batch each device gets, as a list."""
         return [batch_size // self.group.world_size] * self.group.world_size
 
-    def count_replicas(self) -> int:
+    def _count_replicas(self) -> int:
         """Return the number of model replicas with which this process trains. A strategy with
         several replicas per process runs a forward pass to count them.
         """
@@ -196,7 +188,7 @@ class Strategy:
 
         All ranks must call this function. Subclasses must not override it.
         """
-        replicas = torch.tensor(float(self.count_replicas()), device=self.device)
+        replicas = torch.tensor(float(self._count_replicas()), device=self.device)
         return int(self.group.sum(replicas).item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
@@ -247,6 +239,14 @@ def use_deterministic_algorithms() -> None:
     # differently in each run.
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+
+
+def device_model(device: torch.device) -> str:
+    """Return the product name of a device, such as `NVIDIA H100`. Devices of two different products
+    may round differently.
+    """
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_cuda else hardware.cpu_model()
 
 
 def _computes_bf16(device: torch.device) -> bool:

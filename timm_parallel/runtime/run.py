@@ -103,7 +103,7 @@ class Run:
                     training._evaluate_at_end()
                 except NotFiniteError as error:
                     raise NotFiniteError(
-                        f"training stops: {error}; {training.describe_step(error.step)}",
+                        f"training stops: {error}; {training._describe_step(error.step)}",
                         error.step,
                     ) from None
             training._end(at_start)
@@ -165,11 +165,9 @@ class Training:
         batches = parts.train_loader.epoch(progress.epoch, first)
         window = MetricWindow(self._strategy.device, progress)
         self._train_mode()
-        while parts.has_steps:
+        while progress.step_in_epoch < parts.steps_per_epoch and progress.step < parts.total_steps:
             began = time.perf_counter()
-            step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
-            parts.hooks.start_step(step.number)
-            step.seed()
+            step = Step(parts, batches, window)
             yield step
             self._check_is_whole(step)
             self._step_seconds += time.perf_counter() - began
@@ -213,7 +211,7 @@ class Training:
             "train/images_per_sec_per_device": per_device,
             "train/data_wait": meter.data_wait(),
         }
-        self._recorder.numbers(step, parts.epochs_done, {**numbers, **measured})
+        self._recorder.numbers(step, self._epochs_done, {**numbers, **measured})
         self._console.step(step, numbers["train/loss"] or 0.0, speed)
         self._logged = step
 
@@ -222,6 +220,10 @@ class Training:
         or a matplotlib figure.
         """
         self._recorder.image(self.parts.progress.step, name, image)
+
+    @property
+    def _epochs_done(self) -> float:
+        return self.parts.progress.epochs_done(self.parts.steps_per_epoch)
 
     def _check_is_whole(self, step: Step) -> None:
         """Raise RuntimeError if a loop has left out a part of a step."""
@@ -287,7 +289,7 @@ class Training:
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = parts.telemetry.memory()
-        self._recorder.memory(progress.step, parts.epochs_done, memory)
+        self._recorder.memory(progress.step, self._epochs_done, memory)
         self._recorder.epoch(number, train.epochs, progress.epoch_means, val)
         self._save(is_best)
 
@@ -297,7 +299,7 @@ class Training:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
             images = loader.peek(SHOWN).image
-            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
+            self._recorder.images(images, prefetcher.mean, prefetcher.std)
 
     # Evaluation.
 
@@ -346,7 +348,9 @@ class Training:
         best one on val so far.
         """
         parts, progress = self.parts, self.parts.progress
-        numbers, is_best = raw.with_averaged(averaged), False
+        numbers, is_best = dict(raw.numbers), False
+        if averaged is not None:
+            numbers |= {f"{name}_ema": value for name, value in averaged.numbers.items()}
         if split == "val":
             metric = self._config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
@@ -361,7 +365,7 @@ class Training:
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
         self._evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
         values = {f"{split}/{name}": value for name, value in numbers.items()}
-        self._recorder.numbers(progress.step, parts.epochs_done, values)
+        self._recorder.numbers(progress.step, self._epochs_done, values)
         return is_best
 
     def _draw_pictures(self, networks: Networks) -> None:
@@ -475,7 +479,7 @@ class Training:
         group.barrier()
         self._strategy.close()
 
-    def describe_step(self, step: int) -> str:
+    def _describe_step(self, step: int) -> str:
         """Describe which images a failed step has read, and which checkpoint is the last good one.
 
         The indices of all these images are logged.

@@ -52,13 +52,14 @@ def make_result(
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, meter = started_at(), parts.hooks.meter
-    first_step_at = meter.first_step_at
+    # The FLOPs are known on rank 0 only.
+    first_step_at, flops = meter.first_step_at, parts.state.flops
     has_best = (folder / "checkpoints" / "best.pt").exists()
     known = {"loss": LOSS, **parts.task.metrics}
     wall = run_seconds(folder, time.time())
     result = Result(
         status="done",
-        strategy=strategy.kind,
+        strategy=config.parallel.strategy,
         accelerator=config.parallel.accelerator,
         devices=config.parallel.devices,
         threads_per_device=config.parallel.threads_per_device,
@@ -73,14 +74,17 @@ def make_result(
         image_size=height if height == width else [height, width],
         batch_size=config.global_batch,
         accumulate=config.train.accumulate,
-        flops_per_step=parts.flops_per_step,
+        flops_per_step=None if flops is None else flops * config.train.accumulate,
         steps=step,
-        epochs=parts.epochs_done,
+        epochs=parts.progress.epochs_done(parts.steps_per_epoch),
         samples_seen=step * config.global_batch * config.train.accumulate,
         dropped_per_epoch=parts.train_loader.sampler.dropped,
         skipped=_skipped(parts),
         data=data_fingerprints(parts.dataset),
-        metrics={name: metric.shown_as for name, metric in known.items()},
+        metrics={
+            name: {"lower_is_better": of.lower_is_better, "is_proportion": of.is_proportion}
+            for name, of in known.items()
+        },
         train=parts.progress.epoch_means,
         val=metrics.get("val", {}),
         test=metrics.get("test", {}),

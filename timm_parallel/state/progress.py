@@ -59,6 +59,12 @@ class Progress:
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
 
+    def epochs_done(self, steps_per_epoch: int) -> float:
+        """Return the number of epochs trained so far, for example 2.5 in the middle of the third
+        epoch.
+        """
+        return self.epoch + self.step_in_epoch / steps_per_epoch
+
     def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
         """Return the step at which the run ends, which is the current one if train.max_minutes is
         reached.

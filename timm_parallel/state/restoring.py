@@ -151,7 +151,7 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
         if hasattr(phase.learning.schedule, "observe") and of_phase["schedule"] is not None:
             phase.learning.schedule.load_state_dict(of_phase["schedule"])
     saved = contents["strategy"]
-    if saved["kind"] == strategy.kind:
+    if saved["kind"] == strategy.config.strategy:
         strategy.load_state_dict(saved["state"])
 
 

@@ -151,7 +151,8 @@ def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
     single: RunParts, tmp_path: Path
 ) -> None:
     before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
-    before.total, other.kind = torch.tensor([1.0, 2.0]), "src.parallel.other.Other"
+    before.total = torch.tensor([1.0, 2.0])
+    other.config = replace(single.config.parallel, strategy="src.parallel.other.Other")
     made_by = {"strategy": "single", "devices": 1}
     saved = {**saving.snapshot(single.state, before), "classes": [], "made_by": made_by}
     contents = checkpoint.load(save(tmp_path, saved, 1))

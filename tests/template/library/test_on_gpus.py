@@ -195,15 +195,21 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))
     for accumulate in (1, 2):
         parts: Any = SimpleNamespace(
-            config=SimpleNamespace(train=SimpleNamespace(accumulate=accumulate)),
+            config=resolved(
+                "parallel=single",
+                "parallel.accelerator=cpu",
+                f"train.accumulate={accumulate}",
+                "train.log_every=1",
+            ),
             progress=Progress(step_in_epoch=1),
+            steps_per_epoch=2,
             state=SimpleNamespace(phases=[phase]),
             strategy=strategy,
             task=task,
             hooks=hooks,
         )
         window = MetricWindow(strategy.device, parts.progress)
-        whole = Step(parts, iter(()), window, is_logged=True)
+        whole = Step(parts, iter(()), window)
         for _ in range(accumulate):
             whole.backward(batch(7, strategy.device))
         with pytest.raises(NEEDS_DATA):

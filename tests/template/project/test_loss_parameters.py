@@ -182,7 +182,8 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     run = built(
         "optim.clip_grad=0.5" if mode == "value" else "optim.clip_grad=5", f"optim.clip_mode={mode}"
     )
-    step = Step(run, iter(()), MetricWindow(run.strategy.device, run.progress), is_logged=True)
+    step = Step(run, iter(()), MetricWindow(run.strategy.device, run.progress))
+    step.is_logged = True
     for parameter in run.state.parameters():
         parameter.grad = torch.zeros_like(parameter)
     temperature = dict(run.state.named_parameters())["loss.temperature"]
