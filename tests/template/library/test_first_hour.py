@@ -26,9 +26,9 @@ from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
+from timm_parallel.lab.multirun import show_points
 from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
-from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
