@@ -23,8 +23,7 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.start_clock import describe_start
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.telemetry import Energy
-from timm_parallel.parallel.communication import Communication
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Communication, Strategy
 
 # Names of the phases of a training step in the profile.
 PARTS = {READING: "data", FORWARD: "forward", BACKWARD: "backward"}

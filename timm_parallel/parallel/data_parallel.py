@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
 
 if TYPE_CHECKING:
     from torch.distributed import Store

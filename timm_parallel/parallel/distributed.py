@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from timm_parallel.keys import strategy_options
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.communication import Communication, UnmeasuredCommunication
 from timm_parallel.parallel.networks import PhaseStep
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
 
 # torch's reducer times each of the first 10 steps. Later it times only every n-th step.
 ALWAYS_SAMPLED = 10

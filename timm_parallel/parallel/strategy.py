@@ -9,7 +9,7 @@ src.parallel.<module>.<Class>`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,6 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.cpu_tuning import keep_freed_memory, watch_openmp_oversubscription
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep
@@ -198,6 +197,42 @@ class Strategy:
     def close(self) -> None:
         """Leave the process group at the end of the run."""
         self.group.close()
+
+
+class Communication:
+    """Communication of a run on one device, which is zero. Other strategies override this class."""
+
+    method = "one device: none"
+
+    def start_measuring(self) -> None:
+        """Start a new time window, over which the seconds of communication are averaged."""
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Return two times of this rank in seconds per step, or None if they are unknown.
+
+        The first is the time of all communication. The second is the part of it that does not
+        overlap with computing.
+        """
+        return 0.0, 0.0
+
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
+        """Return the bytes of all gradients that the ranks reduce in one training step; None:
+        unknown. `trained`: the parameters that the step trains.
+        """
+        return 0
+
+
+class UnmeasuredCommunication(Communication):
+    """Communication of a strategy for which bytes and seconds are unknown, such as dp and fsdp.
+
+    Their transfers are not separated from other GPU kernels.
+    """
+
+    def seconds(self) -> tuple[float, float] | None:
+        return None
+
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
+        return None
 
 
 class Single(Strategy):

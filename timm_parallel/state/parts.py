@@ -27,9 +27,8 @@ from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.ema import build_ema
 from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
-from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
