@@ -585,13 +585,6 @@ class OptimConfig:
         """True if optim.opt is a class of the project and not a timm optimizer."""
         return is_own_class(self.opt)
 
-    @property
-    def works_on_parts(self) -> bool:
-        """True if the optimizer is a class of the project that can update a shard of a tensor, as
-        FSDP requires. The class declares this by its attribute `works_on_parts`.
-        """
-        return self.is_own and bool(getattr(import_name(self.opt), "works_on_parts", False))
-
 
 @dataclass
 class TrainConfig:
