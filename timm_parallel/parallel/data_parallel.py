@@ -75,10 +75,6 @@ class DataParallelStrategy(Strategy):
         """
         return networks.replace(model=self._spread(networks["model"], self.device))
 
-    def chunk_sizes(self, batch_size: int) -> list[int]:
-        # torch splits a batch in this way, so the last chunk may be smaller.
-        return [len(chunk) for chunk in torch.arange(batch_size).chunk(len(self.devices))]
-
     def _count_replicas(self) -> int:
         probe = self._spread(_One().to(self.device), self.device)
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())

@@ -172,10 +172,6 @@ class Strategy:
         """
         return tensor
 
-    def chunk_sizes(self, batch_size: int) -> list[int]:
-        """Return how many images of a global batch each device gets, as a list."""
-        return [batch_size // self.group.world_size] * self.group.world_size
-
     def _count_replicas(self) -> int:
         """Return the number of model replicas with which this process trains. A strategy with
         several replicas per process runs a forward pass to count them.
@@ -274,6 +270,13 @@ def use_deterministic_algorithms() -> None:
     # differently in each run.
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+
+
+def chunk_sizes(batch_size: int, devices: int) -> list[int]:
+    """Return how many images of a global batch each device gets, as a list. The last chunk of dp,
+    which splits a batch in this way, may be smaller.
+    """
+    return [len(chunk) for chunk in torch.arange(batch_size).chunk(devices)]
 
 
 def device_model(device: torch.device) -> str:

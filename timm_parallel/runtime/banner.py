@@ -13,7 +13,7 @@ from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
 from timm_parallel.measure.step_hooks import summary_lines
-from timm_parallel.parallel.strategy import device_model
+from timm_parallel.parallel.strategy import chunk_sizes, device_model
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 
@@ -114,7 +114,7 @@ def describe_strategy(parts: RunParts) -> str:
 
 def _batch(parts: RunParts) -> str:
     batch, accumulate = parts.config.global_batch, parts.config.train.accumulate
-    chunks = parts.strategy.chunk_sizes(batch)
+    chunks = chunk_sizes(batch, parts.config.parallel.devices)
     per_device = chunks[0] if len(set(chunks)) == 1 else chunks
     accumulated = f", x {accumulate} accumulated" if accumulate > 1 else ""
     return f"{batch} global, {per_device} per device{accumulated}"

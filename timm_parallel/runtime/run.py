@@ -484,9 +484,9 @@ class Training:
 
         The indices of all these images are logged.
         """
-        per_step = self._config.train.accumulate
+        per_step, loader = self._config.train.accumulate, self.parts.train_loader
         first = (step - 1 - self._epoch_began_at) * per_step
-        indices = self.parts.train_loader.global_batches(first, per_step)
+        indices = loader.fetcher.numbers(loader.sampler.global_batches(first, per_step))
         log.error("training images of step %d, by index: %s", step, indices)
         good = "there is no checkpoint yet"
         # Load the file, because a checkpoint that is damaged or not finite is not a good one.

@@ -22,6 +22,7 @@ from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.machine.text import change_text
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
+from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.record.environment import read_environment, run_seconds
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
@@ -112,7 +113,7 @@ def make_result(
         proof={
             "parameters_hash_start": hash_at_start,
             "hashes_equal": not drift_flags,
-            "chunk_sizes": strategy.chunk_sizes(config.global_batch),
+            "chunk_sizes": chunk_sizes(config.global_batch, config.parallel.devices),
         },
     )
     # The objective is `images_per_sec`, which is an entry of `throughput`, or a metric
