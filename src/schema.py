@@ -24,6 +24,7 @@ from typing import Any
 import timm_parallel
 from timm_parallel import (
     ResolvedParallel,
+    import_name,
     is_own_class,
     key,
     option_problems,
@@ -627,7 +628,11 @@ class OptimConfig(timm_parallel.OptimConfig):
         """Yield an error message for each key of optim that needs whole tensors. A strategy that
         shards the model, such as fsdp, gives each rank a part of each tensor.
         """
-        if self.opt not in OPTIMIZERS_OF_PARTS and not self.works_on_parts:
+        # A class of your own declares by this attribute that it can update a shard of a tensor.
+        works_on_parts = self.opt in OPTIMIZERS_OF_PARTS or (
+            self.is_own and getattr(import_name(self.opt), "works_on_parts", False)
+        )
+        if not works_on_parts:
             yield (
                 f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
                 f"{', '.join(OPTIMIZERS_OF_PARTS)}"

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
     from timm_parallel.config.arguments import number_argument as number_argument
     from timm_parallel.config.arguments import print_json as print_json
-    from timm_parallel.config.bounds import option_problems as option_problems
     from timm_parallel.config.compose import load_config as load_config
     from timm_parallel.config.resolve import resolve as resolve
+    from timm_parallel.config.validate import option_problems as option_problems
     from timm_parallel.config.validate import own_class_problems as own_class_problems
     from timm_parallel.config.validate import own_function_problems as own_function_problems
+    from timm_parallel.data.batch_augment import Erasing as Erasing
+    from timm_parallel.data.batch_augment import Mixing as Mixing
     from timm_parallel.data.build import check_data as check_data
     from timm_parallel.data.build import load_dataset as load_dataset
     from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
@@ -35,11 +37,9 @@ if TYPE_CHECKING:
     from timm_parallel.data.dataset import InMemory as InMemory
     from timm_parallel.data.dataset import as_size as as_size
     from timm_parallel.data.decode import Files as Files
-    from timm_parallel.data.erasing import Erasing as Erasing
     from timm_parallel.data.fractions import batches_per_epoch as batches_per_epoch
     from timm_parallel.data.loader import EvalLoader as EvalLoader
     from timm_parallel.data.loader import TrainLoader as TrainLoader
-    from timm_parallel.data.mixing import Mixing as Mixing
     from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
     from timm_parallel.entry import main as main
     from timm_parallel.errors import RefusedError as RefusedError
@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from timm_parallel.model.freeze import head_names as head_names
     from timm_parallel.model.load_weights import load_weights as load_weights
     from timm_parallel.model.weights import preprocessing_of as preprocessing_of
-    from timm_parallel.parallel.build import build_strategy as build_strategy
     from timm_parallel.parallel.distributed import Distributed as Distributed
     from timm_parallel.parallel.networks import Networks as Networks
     from timm_parallel.parallel.networks import autocast as autocast
-    from timm_parallel.parallel.single import Single as Single
+    from timm_parallel.parallel.strategy import Single as Single
     from timm_parallel.parallel.strategy import Strategy as Strategy
+    from timm_parallel.parallel.strategy import build_strategy as build_strategy
     from timm_parallel.patches import create_model_with_filter as create_model_with_filter
     from timm_parallel.patches import posterize_to_black as posterize_to_black
     from timm_parallel.record.confusion import draw_confusion as draw_confusion
@@ -119,7 +119,7 @@ _GROUPS = {
         "key": "keys",
         "leaves": "keys",
         "is_own_class": "keys",
-        "option_problems": "config.bounds",
+        "option_problems": "config.validate",
         "own_class_problems": "config.validate",
         "own_function_problems": "config.validate",
         "compose": "checked_configs",
@@ -147,8 +147,8 @@ _GROUPS = {
         "TrainLoader": "data.loader",
         "EvalLoader": "data.loader",
         "DevicePrefetcher": "data.prefetch",
-        "Erasing": "data.erasing",
-        "Mixing": "data.mixing",
+        "Erasing": "data.batch_augment",
+        "Mixing": "data.batch_augment",
         "check_same_data": "runtime.replica_checks",
         "posterize_to_black": "patches",
     },
@@ -166,9 +166,9 @@ _GROUPS = {
     },
     "Strategies, which spread a model over devices": {
         "Strategy": "parallel.strategy",
-        "Single": "parallel.single",
+        "Single": "parallel.strategy",
         "Distributed": "parallel.distributed",
-        "build_strategy": "parallel.build",
+        "build_strategy": "parallel.strategy",
         "Ranks": "machine.ranks",
     },
     "A run": {

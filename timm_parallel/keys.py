@@ -35,7 +35,7 @@ class BuiltInStrategy:
 # Built-in strategies: name in a config -> strategy. A config names a strategy of the project as
 # `src.parallel.<module>.<Class>`.
 STRATEGIES = {
-    "single": BuiltInStrategy("timm_parallel.parallel.single.Single", has_one_device=True),
+    "single": BuiltInStrategy("timm_parallel.parallel.strategy.Single", has_one_device=True),
     "dp": BuiltInStrategy(
         "timm_parallel.parallel.data_parallel.DataParallelStrategy", compiles=False
     ),
@@ -430,7 +430,7 @@ class ParallelConfig:
     )
     backend: str = key(
         "auto",
-        choices=("auto", "nccl", "gloo", "mpi"),
+        choices=("auto", "nccl", "gloo"),
         help="Backend of ranks; auto: nccl on CUDA, else gloo.",
     )
     start_timeout: int = key(
@@ -466,12 +466,6 @@ class ParallelConfig:
     static_graph: bool | None = key(
         None, only="ddp", help="Promise DDP that the graph is the same in every step."
     )
-    comm_hook: str | None = key(
-        None,
-        choices=("bf16", "fp16"),
-        only="ddp",
-        help="Send gradients in 16 bits; null: unchanged.",
-    )
     dist_bn: str | None = key(
         None,
         choices=("broadcast", "reduce"),
@@ -481,9 +475,6 @@ class ParallelConfig:
     )
     reshard_after_forward: bool | None = key(
         None, only="fsdp", help="false: gather weights once a batch, not twice."
-    )
-    shard_size: int | None = key(
-        None, ge=2, only="fsdp", help="Devices that hold a model together; null: all."
     )
 
     @property
@@ -594,13 +585,6 @@ class OptimConfig:
         """True if optim.opt is a class of the project and not a timm optimizer."""
         return is_own_class(self.opt)
 
-    @property
-    def works_on_parts(self) -> bool:
-        """True if the optimizer is a class of the project that can update a shard of a tensor, as
-        FSDP requires. The class declares this by its attribute `works_on_parts`.
-        """
-        return self.is_own and bool(getattr(import_name(self.opt), "works_on_parts", False))
-
 
 @dataclass
 class TrainConfig:
@@ -658,11 +642,6 @@ class CheckpointConfig:
         None, gt=0, help="Save also every N minutes within an epoch, at the next logged step."
     )
     keep: int = key(1, ge=1, help="Number of step_N.pt files to keep.")
-    top: int = key(
-        1,
-        ge=1,
-        help="Number of best checkpoints to keep, by metric: best_step_N.pt; 1: best.pt only.",
-    )
     metric: str = key(
         "auto", help="Metric of best.pt: val/<metric>, or with _ema; auto: the task's headline."
     )

@@ -38,13 +38,6 @@ class Metric:
     # outputs its value is None.
     min_outputs: int = 0
 
-    @property
-    def shown_as(self) -> dict[str, bool]:
-        """The properties that result.json states for reports: `lower_is_better` and
-        `is_proportion`.
-        """
-        return {"lower_is_better": self.lower_is_better, "is_proportion": self.is_proportion}
-
 
 # The training loss, which a task may also have as a metric.
 LOSS = Metric(lower_is_better=True)

@@ -45,15 +45,6 @@ class Evaluation:
     # evaluation was asked to keep it (keep_losses).
     losses: tuple[Tensor, ...] | None = None
 
-    def with_averaged(self, averaged: Evaluation | None) -> dict[str, float | None]:
-        """Return the metrics of this evaluation as a dictionary by name. Add those of the averaged
-        (EMA) weights with the suffix `_ema`.
-
-        `averaged`: the evaluation of the averaged weights; None if the run has none.
-        """
-        other = {} if averaged is None else averaged.numbers
-        return self.numbers | {f"{name}_ema": value for name, value in other.items()}
-
     def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
         """Build a table of predictions with one row per image. The columns are the path of the
         image (or its index) and the columns of the task. The evaluation must have been run with
@@ -274,21 +265,6 @@ class Task(Targets, Generic[C]):
         run.
         """
         return dict(self.metrics)
-
-    def check_metric(self, name: str) -> None:
-        """Raise ValueError if the metric with this name, a value of checkpoint.metric, requires
-        more outputs than the model has.
-        """
-        if self.num_outputs < self.metrics[name].min_outputs:
-            others = ", ".join(
-                f"val/{other}"
-                for other, metric in self.metrics.items()
-                if metric.min_outputs <= self.num_outputs
-            )
-            raise ValueError(
-                f"checkpoint.metric=val/{name}: not defined for a model with {self.num_outputs} "
-                f"outputs; use one of {others}"
-            )
 
     # Presentation, which is optional.
 

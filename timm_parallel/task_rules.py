@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from timm_parallel.app import current
-from timm_parallel.config.bounds import option_problems
 from timm_parallel.config.suggest import hint
-from timm_parallel.config.validate import refuse
+from timm_parallel.config.validate import option_problems, refuse
 from timm_parallel.data.build import built_in
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.keys import Config, is_own_class

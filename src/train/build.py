@@ -148,7 +148,6 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
     steps_per_epoch, total_steps = config.train.count_steps(batches.sampler.batches_per_epoch)
     for problem in config.train.profile_problems(total_steps):
         raise ValueError(problem)
-    task.check_metric(config.headline_metric)
     task.prepare(batches.labels())
     networks = build_networks(task, model, strategy.device)
     check_networks(task, networks, next(iter(built.eval_loaders.values())).peek(1))

@@ -28,9 +28,8 @@ from timm_parallel.data.prefetch import DevicePrefetcher
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import Strategy, build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.evaluation import Evaluation, evaluate
 from timm_parallel.runtime.metric_window import MetricWindow
@@ -249,12 +248,11 @@ def take_steps(
     if batches is None:
         batches = parts.train_loader.epoch(progress.epoch)
     stops = False
-    while parts.has_steps and not stops and progress.step != until:
+    last = min(parts.total_steps, progress.step - progress.step_in_epoch + parts.steps_per_epoch)
+    while progress.step < last and not stops and progress.step != until:
         for phase in parts.state.phases:
             phase.wrapped.train()
-        step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
-        parts.hooks.start_step(step.number)
-        step.seed()
+        step = Step(parts, batches, window)
         numbers = step.train()
         stops = step.stops
         if numbers:

@@ -25,12 +25,8 @@ from yaml import YAMLError
 from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.explain import explain, required
-from timm_parallel.config.hydra_allowlist import (
-    check_before_composing,
-    check_hydra_block,
-    check_hydra_types,
-)
-from timm_parallel.config.resolvers import by_device, device_counts
+from timm_parallel.config.hydra_allowlist import check_before_composing, check_hydra_block
+from timm_parallel.config.resolve import by_device, device_counts
 from timm_parallel.config.suggest import is_known
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
@@ -40,6 +36,8 @@ from timm_parallel.patches import keep_missing_values, share_config_store
 
 # Name under which Hydra's config store holds the config of a resumed run.
 SAVED = "saved_config"
+# Keys that no longer exist -> their default, if it is not null.
+REMOVED = {"checkpoint.top": 1}
 
 
 @dataclass
@@ -182,9 +180,9 @@ def to_config(
     each value. Raises ValueError for an invalid or missing value, and for a secret that is given as
     plain text.
 
-    `merged`: the config merged into the schema, from a caller that has done so and has checked the
-    types in the `hydra` section. None: this function does both. `is_complete`: false for the config
-    on which the jobs of a sweep are based. The swept keys may set a value that is missing there.
+    `merged`: the config merged into the schema, from a caller that has done so; None: this function
+    does it. `is_complete`: false for the config on which the jobs of a sweep are based. The swept
+    keys may set a value that is missing there.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         if is_complete and value == "???":
@@ -198,8 +196,6 @@ def to_config(
             )
     config = typed_and_checked(tree, merged, is_complete)
     if "hydra" in tree:
-        if merged is None:
-            check_hydra_types(tree)
         check_hydra_block(tree)
     return config
 
@@ -296,17 +292,17 @@ def load_config(folder: Path) -> ResolvedConfig:
         raise ValueError(
             f"{folder}: expected a run folder, but it has no readable config.yaml"
         ) from None
-    _drop_removed_keys(task)
+    drop_removed_keys(task)
     return as_resolved(to_config(task))
 
 
-def _drop_removed_keys(saved: DictConfig) -> None:
-    """Delete keys without a value that no longer exist from a saved config, so that this version
-    reads runs of an earlier one.
+def drop_removed_keys(saved: DictConfig) -> None:
+    """Delete keys that no longer exist and have their default from a saved config, so that this
+    version reads runs of an earlier one.
     """
     known = {key for key, _, _ in leaves(current().config())}
     for key, value in plain_values(OmegaConf.to_container(saved)):
-        if value is None and key not in known and not is_known(key):
+        if value == REMOVED.get(key) and key not in known and not is_known(key):
             section, _, name = key.rpartition(".")
             del OmegaConf.select(saved, section)[name]
 
@@ -358,6 +354,7 @@ def _references_in(path: Path, config: Config) -> Iterator[tuple[str, Any]]:
     if "${oc.env:" not in text:
         return
     given = _task_of(OmegaConf.create(text))
+    drop_removed_keys(given)
     unresolved: Any = OmegaConf.to_container(given)
     for (key, earlier, _), (_, value, _) in zip(
         leaves(to_config(given)), leaves(config), strict=True

@@ -9,14 +9,15 @@ from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.app import root
-from timm_parallel.config.explain import explain
 from timm_parallel.config.suggest import check_option, is_declared, is_known, key_hint
 from timm_parallel.keys import is_below, plain_values
 
-SETTABLE = ("run", "sweep", "sweeper.params", "job.name", "job.chdir", "verbose")
+SETTABLE = (
+    *("run.dir", "sweep.dir", "sweep.subdir", "sweeper.params"),
+    *("job.name", "job.chdir", "verbose"),
+)
 FIXED = (
     "this key of Hydra cannot be changed; keys that can are "
     f"{', '.join(f'hydra.{key}' for key in SETTABLE)}"
@@ -91,19 +92,6 @@ def _options_of(loader: Any, group: str) -> list[str]:
     return options
 
 
-def check_hydra_types(tree: DictConfig) -> None:
-    """Raise ValueError if a value in the `hydra` section of a composed config has the wrong type.
-    The section is checked by merging a copy of it into Hydra's schema.
-    """
-    block: Any = OmegaConf.to_container(tree.hydra)
-    # Remove the entry `env`, because Hydra's schema does not declare this group of Hydra.
-    block.pop("env", None)
-    try:
-        OmegaConf.merge({"hydra": _schema()}, {"hydra": block})
-    except OmegaConfBaseException as error:
-        raise ValueError(explain(error)) from error
-
-
 def check_hydra_block(tree: DictConfig) -> None:
     """Raise ValueError if a key of the `hydra` section that users may not change differs from its
     default.
@@ -130,16 +118,6 @@ def check_hydra_block(tree: DictConfig) -> None:
         raise ValueError(
             f"hydra.job.name={tree.hydra.job.name}: expected letters, digits, dots and dashes"
         )
-
-
-@cache
-def _schema() -> DictConfig:
-    """Build Hydra's own config schema as an OmegaConf tree. The result is cached, because building
-    it takes a quarter of the time that composing a config takes.
-    """
-    from hydra.conf import HydraConf
-
-    return OmegaConf.structured(HydraConf)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Replace each `auto` of a config by a value for this machine. Reject a config that cannot run here
-before it is saved.
+before it is saved. Also has the OmegaConf resolvers of YAML files, whose values depend on the
+devices of this machine.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ import copy
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from timm_parallel.app import as_resolved
 from timm_parallel.config.cluster import fill_in
-from timm_parallel.config.resolvers import count_that_divides
 from timm_parallel.config.validate import refuse
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
 from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
@@ -201,8 +204,6 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"tracker={name}: the package {name} is not installed; pip install -r "
                 "requirements-trackers.txt"
             )
-    if parallel.backend == "mpi" and not hardware.has_mpi():
-        yield ("parallel.backend=mpi: the installed torch was built without MPI; use nccl or gloo")
     if parallel.accelerator == "cuda":
         if cuda == 0:
             problem = hardware.cuda().problem or "no CUDA device is visible here"
@@ -224,9 +225,9 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "for a trial)",
                 TOO_FEW_DEVICES,
             )
-        if parallel.shards and parallel.backend in ("gloo", "mpi"):
+        if parallel.shards and parallel.backend == "gloo":
             yield (
-                f"parallel.backend={parallel.backend}: {parallel.strategy} on CUDA needs nccl; "
+                f"parallel.backend=gloo: {parallel.strategy} on CUDA needs nccl; "
                 "leave it at auto, or use parallel=ddp"
             )
         if (
@@ -267,23 +268,12 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
-    """Yield an error message if the devices cannot divide the batch, or if parallel.shard_size does
-    not divide the number of devices.
-    """
+    """Yield an error message if the devices cannot divide the batch."""
     has_ranks, devices, batch = (
         config.parallel.has_ranks,
         config.parallel.devices,
         config.global_batch,
     )
-    size = config.parallel.shard_size
-    if size is not None and devices % size:
-        fitting = ", ".join(
-            str(number) for number in range(2, devices + 1) if devices % number == 0
-        )
-        yield (
-            f"parallel.shard_size={size}: does not divide the {devices} devices; use one of "
-            f"{fitting}, or null"
-        )
     if batch < devices:
         yield Problem(
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
@@ -304,3 +294,38 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
             f"data.batch_size={batch}: mixup and cutmix pair images, so each rank's batch must "
             "be even; change data.batch_size"
         )
+
+
+def device_counts(_root_: Any) -> str:
+    """Resolve `${device_counts:}` to a list of device counts to compare, e.g. `1,2,4,6`. The last
+    count is the largest number of devices of this machine that divides the batch, at most 8 on a
+    CPU. Before it come all smaller powers of two.
+    """
+    batch = OmegaConf.select(_root_, "data.batch_size")
+    largest = max(
+        2,
+        count_that_divides(len(hardware.visible_cuda_devices()) or min(8, hardware.cores()), batch),
+    )
+    powers = {2**power for power in range(largest.bit_length())}
+    return ",".join(str(count) for count in sorted(powers | {largest}))
+
+
+def by_device(on_cpu: Any, on_gpu: Any) -> Any:
+    """Resolve `${by_device:a,b}` to b on a machine with a CUDA device, otherwise to a."""
+    return on_gpu if hardware.visible_cuda_devices() else on_cpu
+
+
+def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> int:
+    """Return the largest number of devices that divides the batch. `present`: number of devices of
+    this machine, which is the upper limit. Return `present` if no batch is given, or if no number
+    fits.
+
+    `pairs`: True if the batch of each device must also be even.
+    """
+    if batch is None:
+        return present
+    for count in range(present, 0, -1):
+        share, rest = divmod(batch, count)
+        if rest == 0 and not (pairs and share % 2):
+            return count
+    return present

@@ -569,14 +569,6 @@ class TrainLoader(Loader):
         self.sampler.start_at(0)
         return super().peek(count)
 
-    def global_batches(self, first: int, count: int) -> list[int]:
-        """Return the indices of the images that all ranks together read in `count` batches of the
-        epoch.
-
-        `first`: index of the first of these batches.
-        """
-        return self.fetcher.numbers(self.sampler.global_batches(first, count))
-
     def labels(self) -> Tensor | None:
         """Return the labels of the training images as a tensor [N] or [N, classes].
 

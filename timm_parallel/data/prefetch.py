@@ -64,10 +64,12 @@ class DevicePrefetcher:
         channel, for pixel values from 0 to 1.
         """
         self.device = device
+        # For pixel values from 0 to 255.
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255
-        self.inverse_std = 1 / (torch.tensor(std, device=device).view(1, -1, 1, 1) * 255)
-        self.shift = -self.mean * self.inverse_std
-        self.channels_last = channels_last
+        self.std = torch.tensor(std, device=device).view(1, -1, 1, 1) * 255
+        self._inverse_std = 1 / self.std
+        self._shift = -self.mean * self._inverse_std
+        self._channels_last = channels_last
         self._blocks = BatchMemory()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -107,10 +109,10 @@ class DevicePrefetcher:
         if self._copies is not None:
             # Read bytes and write floats in one kernel. The result stays float32, because some
             # models do not begin with an operator for which autocast converts its input.
-            return torch.addcmul(self.shift, images, self.inverse_std, out=normalized)
+            return torch.addcmul(self._shift, images, self._inverse_std, out=normalized)
         # On a CPU, copy to float32 first, because an arithmetic operator on uint8 would make one
         # more copy.
-        return normalized.copy_(images).sub_(self.mean).mul_(self.inverse_std)
+        return normalized.copy_(images).sub_(self.mean).mul_(self._inverse_std)
 
     def _empty_like(self, images: Tensor) -> Tensor:
         """Return an uninitialized float32 tensor with the shape of `images`, in the memory format
@@ -119,9 +121,9 @@ class DevicePrefetcher:
         count, channels, height, width = images.shape
         shape = (
             (count, height, width, channels)
-            if self.channels_last
+            if self._channels_last
             else (count, channels, height, width)
         )
         is_large = self.device.type == "cpu" and images.numel() >= LARGE
         empty = self._blocks.empty(*shape) if is_large else torch.empty(shape, device=self.device)
-        return empty.permute(0, 3, 1, 2) if self.channels_last else empty
+        return empty.permute(0, 3, 1, 2) if self._channels_last else empty

@@ -29,7 +29,6 @@ from timm_parallel.faults.heartbeat import (
     publish_failure,
 )
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.faults.run_folder import GONE, RunFolder
 from timm_parallel.keys import ParallelConfig
 from timm_parallel.machine.process_exit import exit_at_once
 from timm_parallel.machine.ranks import Ranks
@@ -46,9 +45,6 @@ COMPARE = 3.0
 WRITE = 10.0
 # Time for this rank to exit by itself after a rank of another node has failed.
 LEAVE = 5.0
-# Time between two checks of the run folder. The run ends if the folder is missing in two checks in
-# a row.
-FOLDER = 1.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 
 
@@ -76,17 +72,10 @@ class Watchdog:
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._place = RunFolder(folder)
-        # Check the run folder in a second thread, because a network file system may block the check
-        # for minutes.
-        self._folder_thread = threading.Thread(
-            target=self._watch_folder, name="run-folder", daemon=True
-        )
 
     def __enter__(self) -> Heartbeats:
         self.heartbeats.start()
         self._thread.start()
-        self._folder_thread.start()
         return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
@@ -125,28 +114,6 @@ class Watchdog:
                 leave_at = leave_at or now + LEAVE
                 if now > leave_at or self.heartbeats.lost:
                     self.before_exit()
-                    _exit()
-
-    def _watch_folder(self) -> None:
-        misses = 0
-        while not self._over.wait(FOLDER):
-            misses = misses + 1 if self._place.is_gone() else 0
-            if misses == 2:
-                try:
-                    self.log.write(f"{self._place.problem}\n")
-                    # Publish the problem for other nodes, which may have no shared disk. On this
-                    # node, the launcher checks the folder itself.
-                    if self.store is not None and self.ranks.nodes > 1:
-                        own = self.heartbeats.mine()
-                        publish_failure(
-                            self.store,
-                            self.heartbeats.record_of(
-                                own, f"{own.node_and_rank}: {self._place.problem}", GONE
-                            ),
-                        )
-                    if self.ranks.is_first_of_node:
-                        self.before_exit()
-                finally:
                     _exit()
 
     def _end_without(self, lost: Heartbeat) -> None:

@@ -10,7 +10,7 @@ from timm_parallel.public_names import attach
 
 if TYPE_CHECKING:
     from timm_parallel.lab.curves import compare_curves as compare_curves
-    from timm_parallel.lab.doctor.examine import examine as examine
+    from timm_parallel.lab.doctor import examine as examine
     from timm_parallel.lab.image_check import check_images as check_images
     from timm_parallel.lab.image_check import show_check as show_check
     from timm_parallel.lab.image_check import write_page as write_page
@@ -45,7 +45,7 @@ _GROUPS = {
         "show_check": "lab.image_check",
         "write_page": "lab.image_check",
         "write_images": "lab.image_page",
-        "examine": "lab.doctor.examine",
+        "examine": "lab.doctor",
     },
 }
 __getattr__, __dir__, __all__ = attach(__name__, _GROUPS)

@@ -22,7 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from timm_parallel.cluster.slurm import queued_job
-from timm_parallel.config.compose import Command, compose_command, load_config
+from timm_parallel.config.compose import (
+    Command,
+    compose_command,
+    drop_removed_keys,
+    load_config,
+)
 from timm_parallel.keys import (
     Config,
     ParallelConfig,
@@ -265,6 +270,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
         ) from None
     load_config(folder)
     assert isinstance(tree, DictConfig)
+    drop_removed_keys(tree)
     saved: Any = OmegaConf.to_container(tree)
     for key in ("resume", "search", "sweep", "hydra", "defaults"):
         saved.pop(key, None)

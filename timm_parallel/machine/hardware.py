@@ -78,14 +78,6 @@ def oom_kills() -> int:
     return int(_search(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
-@cache
-def has_mpi() -> bool:
-    """Return True if torch was built with MPI, according to its headers. torch from PyPI was built
-    without MPI.
-    """
-    return _search_torch("include/caffe2/core/macros.h", r'{"USE_MPI", "(OFF)"}') is None
-
-
 def has_mps() -> bool:
     """Return True if torch can use an Apple GPU (MPS), which is the case on macOS on arm64."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from timm_parallel.measure.usage import Energy, Usage
+from timm_parallel.measure.telemetry import Energy, Usage
 
 WARM_UP_STEPS = 10
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from timm_parallel.parallel import shards
+from timm_parallel.faults.liveness import FORWARD, GATHERING, liveness
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.lockstep import LockstepNetworks
@@ -26,10 +26,8 @@ from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 
 
 class FullySharded(Distributed):
-    """Strategy fsdp, in which each rank drives one device.
-
-    A group of `shard_size` ranks holds one copy of the model together. By default the group has all
-    ranks.
+    """Strategy fsdp, in which each rank drives one device, and all ranks together hold one copy of
+    the model.
     """
 
     shards = True
@@ -37,16 +35,8 @@ class FullySharded(Distributed):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Build the device mesh of the ranks, with the dimensions [replicas, shards]. A mesh with
-        one replica has only the dimension [shards].
-
-        All ranks must call this function.
-        """
-        ranks, shard_size = self.group.world_size, self.config.shard_size
-        if shard_size in (None, ranks):
-            return init_device_mesh(self.device.type, (ranks,))
-        shape = (ranks // shard_size, shard_size)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        """Build the device mesh of the ranks. All ranks must call this function."""
+        return init_device_mesh(self.device.type, (self.group.world_size,))
 
     def shard(self, networks: Networks, dtype: torch.dtype | None) -> None:
         # Broadcast the initial weights of rank 0, as DDP does. Otherwise the networks would consist
@@ -57,7 +47,7 @@ class FullySharded(Distributed):
         by_size = sorted(networks.items(), key=lambda pair: len(list(pair[1].parameters())))
         sharded = []
         for name, network in by_size:
-            shards.refuse_scalars(network, name)
+            _refuse_scalars(network, name)
             if any(p.ndim and not isinstance(p, DTensor) for p in network.parameters()):
                 # The loss is computed in float32.
                 self._lay_out(network, None if name == LOSS else dtype)
@@ -133,7 +123,7 @@ class FullySharded(Distributed):
             ),
             ignored_params=set(module.parameters()) - parameters,
         )
-        shards.announce_waiting(module)
+        _announce_waiting(module)
 
     def for_evaluation(self, networks: Networks) -> Networks:
         # The networks are not sharded if evaluate.py evaluates them.
@@ -159,3 +149,34 @@ class FullySharded(Distributed):
         return distribute_tensor(
             tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
         )
+
+
+def _refuse_scalars(network: nn.Module, name: str) -> None:
+    """Raise ValueError if a trained parameter of a network is a scalar, which fsdp cannot shard."""
+    for parameter_name, parameter in network.named_parameters():
+        if parameter.ndim == 0 and parameter.requires_grad:
+            key = {"model": "model.name: ", "loss": "train.loss: "}.get(name, f"{name}.")
+            raise ValueError(
+                f"{key}{parameter_name} is a parameter without dimensions, which parallel=fsdp "
+                "cannot shard; create it with torch.ones(1), which has one, or use parallel=ddp"
+            )
+
+
+def _announce_waiting(module: nn.Module) -> None:
+    """Tell the watchdog when a forward pass waits for the weights of a module.
+
+    Without this, the watchdog may report the waiting rank as the one that failed.
+    """
+
+    def wait(*_: Any) -> None:
+        if liveness.phase == FORWARD:
+            liveness.at(GATHERING)
+
+    def compute(*_: Any) -> None:
+        if liveness.phase == GATHERING:
+            liveness.at(FORWARD)
+
+    # Register two hooks: `wait` runs before FSDP2 gathers the weights, and `compute` runs
+    # afterwards.
+    module.register_forward_pre_hook(wait, prepend=True)
+    module.register_forward_pre_hook(compute)

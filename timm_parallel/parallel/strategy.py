@@ -1,22 +1,29 @@
-"""Base class of strategies, which distribute the training of a single-device model over devices."""
+"""Base class of strategies, which distribute the training of a single-device model over devices,
+the strategy single, and the function that builds the strategy of a run.
+
+Each strategy is one class. To add a strategy, write a class that extends Single (one process) or
+Distributed (a process per device), and a YAML file in conf/parallel/ with the line `strategy:
+src.parallel.<module>.<Class>`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.keys import ResolvedParallel, TrainConfig
+from timm_parallel.keys import STRATEGIES, ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
-from timm_parallel.machine.allocator import keep_freed_memory
+from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.communication import Communication
+from timm_parallel.machine.start_clock import start_clock
+from timm_parallel.parallel.cpu_tuning import keep_freed_memory, watch_openmp_oversubscription
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep
-from timm_parallel.parallel.openmp import watch_openmp_oversubscription
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -57,7 +64,7 @@ class Strategy:
 
         `store`: key-value store through which the ranks find each other; None for a single process.
         """
-        self.config, self.kind = config, config.strategy
+        self.config = config
         torch.set_num_threads(config.threads_per_device)
         if config.accelerator == "cpu":
             keep_freed_memory()
@@ -84,14 +91,6 @@ class Strategy:
         # the model.
         self.chosen: set[str] = set()
         self.buffers = BufferSync(self.group, config.dist_bn)
-
-    @property
-    def device_model(self) -> str:
-        """The product name of this process's device, such as `NVIDIA H100`. Devices of two
-        different products may round differently.
-        """
-        is_cuda = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if is_cuda else hardware.cpu_model()
 
     def choose_precision(self, train: TrainConfig) -> None:
         """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes
@@ -173,11 +172,7 @@ class Strategy:
         """
         return tensor
 
-    def chunk_sizes(self, batch_size: int) -> list[int]:
-        """Return how many images of a global batch each device gets, as a list."""
-        return [batch_size // self.group.world_size] * self.group.world_size
-
-    def count_replicas(self) -> int:
+    def _count_replicas(self) -> int:
         """Return the number of model replicas with which this process trains. A strategy with
         several replicas per process runs a forward pass to count them.
         """
@@ -188,7 +183,7 @@ class Strategy:
 
         All ranks must call this function. Subclasses must not override it.
         """
-        replicas = torch.tensor(float(self.count_replicas()), device=self.device)
+        replicas = torch.tensor(float(self._count_replicas()), device=self.device)
         return int(self.group.sum(replicas).item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
@@ -198,6 +193,98 @@ class Strategy:
     def close(self) -> None:
         """Leave the process group at the end of the run."""
         self.group.close()
+
+
+class Communication:
+    """Communication of a run on one device, which is zero. Other strategies override this class."""
+
+    method = "one device: none"
+
+    def start_measuring(self) -> None:
+        """Start a new time window, over which the seconds of communication are averaged."""
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Return two times of this rank in seconds per step, or None if they are unknown.
+
+        The first is the time of all communication. The second is the part of it that does not
+        overlap with computing.
+        """
+        return 0.0, 0.0
+
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
+        """Return the bytes of all gradients that the ranks reduce in one training step; None:
+        unknown. `trained`: the parameters that the step trains.
+        """
+        return 0
+
+
+class UnmeasuredCommunication(Communication):
+    """Communication of a strategy for which bytes and seconds are unknown, such as dp and fsdp.
+
+    Their transfers are not separated from other GPU kernels.
+    """
+
+    def seconds(self) -> tuple[float, float] | None:
+        return None
+
+    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
+        return None
+
+
+class Single(Strategy):
+    """Strategy single, which runs the training step unchanged on one device."""
+
+    has_one_device = True
+
+    def wrap(self, step: PhaseStep) -> nn.Module:
+        return step
+
+
+def build_strategy(
+    config: ResolvedParallel, ranks: Ranks, store: Store | None, deterministic: bool = False
+) -> Strategy:
+    """Build the strategy of a resolved config, set up its devices and join the process group.
+
+    All ranks must call this function. `deterministic`: the value of train.deterministic, which must
+    take effect before a device is used.
+    """
+    start_clock.end("imports")
+    if deterministic:
+        use_deterministic_algorithms()
+    built_in = {name: strategy.name for name, strategy in STRATEGIES.items()}
+    strategy = import_class("parallel.strategy", config.strategy, Strategy, built_in)
+    built = strategy(config, ranks, store)
+    start_clock.end("devices")
+    return built
+
+
+def use_deterministic_algorithms() -> None:
+    """Make torch raise RuntimeError for nondeterministic operations.
+
+    This function must be called before a GPU is used for the first time.
+    """
+    # cuBLAS reads CUBLAS_WORKSPACE_CONFIG only once. Without this environment variable, torch would
+    # raise RuntimeError for each matrix product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Disable cuDNN's benchmark mode, which chooses algorithms by timing and so may choose
+    # differently in each run.
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+
+def chunk_sizes(batch_size: int, devices: int) -> list[int]:
+    """Return how many images of a global batch each device gets, as a list. The last chunk of dp,
+    which splits a batch in this way, may be smaller.
+    """
+    return [len(chunk) for chunk in torch.arange(batch_size).chunk(devices)]
+
+
+def device_model(device: torch.device) -> str:
+    """Return the product name of a device, such as `NVIDIA H100`. Devices of two different products
+    may round differently.
+    """
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_cuda else hardware.cpu_model()
 
 
 def _computes_bf16(device: torch.device) -> bool:

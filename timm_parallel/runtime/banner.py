@@ -12,7 +12,8 @@ from timm_parallel.data.decode import decoder_of
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
-from timm_parallel.measure.step_profiler import summary_lines
+from timm_parallel.measure.step_hooks import summary_lines
+from timm_parallel.parallel.strategy import chunk_sizes, device_model
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 
@@ -101,11 +102,11 @@ def _names(names: list[str]) -> str:
 
 def describe_strategy(parts: RunParts) -> str:
     parallel, strategy = parts.config.parallel, parts.strategy
-    text = f"{strategy.kind} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
+    text = f"{parallel.strategy} on {plural(parallel.devices, f'{parallel.accelerator} device')}"
     if parallel.accelerator == "cpu":
         text += f" of {plural(parallel.threads_per_device, 'thread')}"
     else:
-        text += f", {strategy.device_model}"
+        text += f", {device_model(strategy.device)}"
     if strategy.note:
         text += f" ({strategy.note})"
     return text + (f", {strategy.group.backend}" if strategy.group.backend else "")
@@ -113,7 +114,7 @@ def describe_strategy(parts: RunParts) -> str:
 
 def _batch(parts: RunParts) -> str:
     batch, accumulate = parts.config.global_batch, parts.config.train.accumulate
-    chunks = parts.strategy.chunk_sizes(batch)
+    chunks = chunk_sizes(batch, parts.config.parallel.devices)
     per_device = chunks[0] if len(set(chunks)) == 1 else chunks
     accumulated = f", x {accumulate} accumulated" if accumulate > 1 else ""
     return f"{batch} global, {per_device} per device{accumulated}"

@@ -20,7 +20,7 @@ from timm_parallel.data.samplers import seed_draws
 from timm_parallel.errors import ReplicasDifferError, UnreadableImageError
 from timm_parallel.machine.ranks import first_difference, host_name
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.parallel.strategy import HasParameters, Strategy, device_model
 
 log = logging.getLogger(__name__)
 # Largest allowed distance between the parameters of two ranks at the end, relative to their norm.
@@ -115,7 +115,7 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
     digest, equal = parameters_hash(model, strategy)
     if equal:
         return digest, []
-    models = sorted(set(strategy.group.gather(strategy.device_model)))
+    models = sorted(set(strategy.group.gather(device_model(strategy.device))))
     drift = relative_drift(model, strategy)
     # The negated comparison is also True if the drift is NaN.
     if len(models) == 1 or not drift <= MAX_DRIFT:

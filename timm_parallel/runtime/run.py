@@ -18,6 +18,7 @@ import torch
 from timm_parallel.config.compose import save_config
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
+from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.parallel.lockstep import LockstepNetworks
@@ -29,11 +30,10 @@ from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
 from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
 from timm_parallel.runtime.metric_window import MetricWindow
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.runtime.run_result import make_result
+from timm_parallel.runtime.run_result import describe_segments, make_result, new_segment
 from timm_parallel.runtime.step import Step
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts, evaluation_networks
-from timm_parallel.state.segments import describe_segments, new_segment
 from timm_parallel.task import Task
 
 log = logging.getLogger(__name__)
@@ -95,14 +95,15 @@ class Run:
             with Console(strategy.is_first, parts.total_steps, step) as console:
                 recorder = Recorder(parts.config, self.folder, strategy.is_first, step)
                 on_close.callback(recorder.close)
+                place = on_close.enter_context(RunFolder(self.folder))
                 stop_handler.request = strategy.group.stop.request
-                training = Training(self, recorder, console)
+                training = Training(self, recorder, console, place)
                 try:
                     yield training
                     training._evaluate_at_end()
                 except NotFiniteError as error:
                     raise NotFiniteError(
-                        f"training stops: {error}; {training.describe_step(error.step)}",
+                        f"training stops: {error}; {training._describe_step(error.step)}",
                         error.step,
                     ) from None
             training._end(at_start)
@@ -111,8 +112,9 @@ class Run:
 class Training:
     """Argument of a training loop: `for step in training.steps(): training.log(step.train())`."""
 
-    def __init__(self, run: Run, recorder: Recorder, console: Console) -> None:
+    def __init__(self, run: Run, recorder: Recorder, console: Console, place: RunFolder) -> None:
         self.parts, self.folder, self._segments = run.parts, run.folder, run.segments
+        self._place = place
         self._recorder, self._console = recorder, console
         self._config, self._strategy = run.parts.config, run.parts.strategy
         # Newest evaluation of each split.
@@ -163,11 +165,9 @@ class Training:
         batches = parts.train_loader.epoch(progress.epoch, first)
         window = MetricWindow(self._strategy.device, progress)
         self._train_mode()
-        while parts.has_steps:
+        while progress.step_in_epoch < parts.steps_per_epoch and progress.step < parts.total_steps:
             began = time.perf_counter()
-            step = Step(parts, batches, window, parts.is_logged(progress.step + 1))
-            parts.hooks.start_step(step.number)
-            step.seed()
+            step = Step(parts, batches, window)
             yield step
             self._check_is_whole(step)
             self._step_seconds += time.perf_counter() - began
@@ -211,7 +211,7 @@ class Training:
             "train/images_per_sec_per_device": per_device,
             "train/data_wait": meter.data_wait(),
         }
-        self._recorder.numbers(step, parts.epochs_done, {**numbers, **measured})
+        self._recorder.numbers(step, self._epochs_done, {**numbers, **measured})
         self._console.step(step, numbers["train/loss"] or 0.0, speed)
         self._logged = step
 
@@ -220,6 +220,10 @@ class Training:
         or a matplotlib figure.
         """
         self._recorder.image(self.parts.progress.step, name, image)
+
+    @property
+    def _epochs_done(self) -> float:
+        return self.parts.progress.epochs_done(self.parts.steps_per_epoch)
 
     def _check_is_whole(self, step: Step) -> None:
         """Raise RuntimeError if a loop has left out a part of a step."""
@@ -285,7 +289,7 @@ class Training:
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = parts.telemetry.memory()
-        self._recorder.memory(progress.step, parts.epochs_done, memory)
+        self._recorder.memory(progress.step, self._epochs_done, memory)
         self._recorder.epoch(number, train.epochs, progress.epoch_means, val)
         self._save(is_best)
 
@@ -295,7 +299,7 @@ class Training:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
             images = loader.peek(SHOWN).image
-            self._recorder.images(images, prefetcher.mean, 1 / prefetcher.inverse_std)
+            self._recorder.images(images, prefetcher.mean, prefetcher.std)
 
     # Evaluation.
 
@@ -344,7 +348,9 @@ class Training:
         best one on val so far.
         """
         parts, progress = self.parts, self.parts.progress
-        numbers, is_best = raw.with_averaged(averaged), False
+        numbers, is_best = dict(raw.numbers), False
+        if averaged is not None:
+            numbers |= {f"{name}_ema": value for name, value in averaged.numbers.items()}
         if split == "val":
             metric = self._config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
@@ -359,7 +365,7 @@ class Training:
         of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
         self._evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
         values = {f"{split}/{name}": value for name, value in numbers.items()}
-        self._recorder.numbers(progress.step, parts.epochs_done, values)
+        self._recorder.numbers(progress.step, self._epochs_done, values)
         return is_best
 
     def _draw_pictures(self, networks: Networks) -> None:
@@ -399,9 +405,11 @@ class Training:
         with self.parts.hooks.aside(SAVING):
             contents = saving.checkpoint_of(self.parts, self._segments)
             if self._strategy.is_first:
-                folder, config = self.folder / "checkpoints", self._config.checkpoint
-                step = self.parts.progress.step
-                checkpoint.save(folder, contents, step, config.keep, is_best, config.top)
+                # A folder of this name may now belong to another run.
+                if self._place.is_gone():
+                    raise OSError(self._place.problem)
+                folder, keep = self.folder / "checkpoints", self._config.checkpoint.keep
+                checkpoint.save(folder, contents, self.parts.progress.step, keep, is_best)
 
     def _stop(self) -> NoReturn:
         """Save a checkpoint and end the run after a stop signal. This works after any step, also
@@ -471,14 +479,14 @@ class Training:
         group.barrier()
         self._strategy.close()
 
-    def describe_step(self, step: int) -> str:
+    def _describe_step(self, step: int) -> str:
         """Describe which images a failed step has read, and which checkpoint is the last good one.
 
         The indices of all these images are logged.
         """
-        per_step = self._config.train.accumulate
+        per_step, loader = self._config.train.accumulate, self.parts.train_loader
         first = (step - 1 - self._epoch_began_at) * per_step
-        indices = self.parts.train_loader.global_batches(first, per_step)
+        indices = loader.fetcher.numbers(loader.sampler.global_batches(first, per_step))
         log.error("training images of step %d, by index: %s", step, indices)
         good = "there is no checkpoint yet"
         # Load the file, because a checkpoint that is damaged or not finite is not a good one.

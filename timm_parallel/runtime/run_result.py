@@ -1,5 +1,5 @@
-"""Build result.json from the settings, the metrics, and the measurements of timed steps on all
-ranks.
+"""Build result.json from the settings, the metrics, the segments of the run (its start and each
+resume), and the measurements of timed steps on all ranks.
 """
 
 from __future__ import annotations
@@ -7,24 +7,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from timm_parallel.data.dataset import data_fingerprints
+from timm_parallel.machine import hardware
 from timm_parallel.machine.process import started_at
 from timm_parallel.machine.ranks import host_name
 from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.measure.guard import flags, guard
+from timm_parallel.machine.text import change_text
 from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
+from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.record.environment import read_environment, run_seconds
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters
 
 log = logging.getLogger(__name__)
+# Limits beyond which a speed measurement counts as disturbed. In this order: processors that other
+# programs use, share of time that a hypervisor takes, share of time that threads get, and relative
+# change of the speed.
+OTHERS, STEAL, STARVED, DRIFT = 0.25, 0.05, 0.8, 0.1
+# The two halves of a run are compared only if it has at least so many timed steps.
+FEWEST_STEPS = 20
 
 
 def make_result(
@@ -44,13 +53,14 @@ def make_result(
     config, strategy, step = parts.config, parts.strategy, parts.progress.step
     (world_size, hash_at_start), (digest, drift_flags) = start, end
     started, meter = started_at(), parts.hooks.meter
-    first_step_at = meter.first_step_at
+    # The FLOPs are known on rank 0 only.
+    first_step_at, flops = meter.first_step_at, parts.state.flops
     has_best = (folder / "checkpoints" / "best.pt").exists()
     known = {"loss": LOSS, **parts.task.metrics}
     wall = run_seconds(folder, time.time())
     result = Result(
         status="done",
-        strategy=strategy.kind,
+        strategy=config.parallel.strategy,
         accelerator=config.parallel.accelerator,
         devices=config.parallel.devices,
         threads_per_device=config.parallel.threads_per_device,
@@ -65,14 +75,17 @@ def make_result(
         image_size=height if height == width else [height, width],
         batch_size=config.global_batch,
         accumulate=config.train.accumulate,
-        flops_per_step=parts.flops_per_step,
+        flops_per_step=None if flops is None else flops * config.train.accumulate,
         steps=step,
-        epochs=parts.epochs_done,
+        epochs=parts.progress.epochs_done(parts.steps_per_epoch),
         samples_seen=step * config.global_batch * config.train.accumulate,
         dropped_per_epoch=parts.train_loader.sampler.dropped,
         skipped=_skipped(parts),
         data=data_fingerprints(parts.dataset),
-        metrics={name: metric.shown_as for name, metric in known.items()},
+        metrics={
+            name: {"lower_is_better": of.lower_is_better, "is_proportion": of.is_proportion}
+            for name, of in known.items()
+        },
         train=parts.progress.epoch_means,
         val=metrics.get("val", {}),
         test=metrics.get("test", {}),
@@ -100,7 +113,7 @@ def make_result(
         proof={
             "parameters_hash_start": hash_at_start,
             "hashes_equal": not drift_flags,
-            "chunk_sizes": strategy.chunk_sizes(config.global_batch),
+            "chunk_sizes": chunk_sizes(config.global_batch, config.parallel.devices),
         },
     )
     # The objective is `images_per_sec`, which is an entry of `throughput`, or a metric
@@ -238,3 +251,95 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
         "method": parts.communication[0].method if seconds else None,
     }
+
+
+def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
+    """Format one line per segment of a run, with its first step, command and changed settings.
+
+    Returns no lines if no resume has changed a setting.
+    """
+    if not any(segment["changed"] for segment in segments):
+        return []
+    lines = []
+    for segment in segments:
+        changes = ", ".join(change_text(key, *values) for key, values in segment["changed"].items())
+        lines.append(
+            f"step {segment['first_step']}: {segment['command']}"
+            + (f"  ({changes})" if changes else "")
+        )
+    return lines
+
+
+def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:
+    """Build the entry in result.json for the segment of the run that starts now.
+
+    `changed`: dictionary from each setting that a resume changed to its values before and now.
+    """
+    began = time.time() - (time.perf_counter() - started_at())
+    return {
+        "first_step": parts.progress.step,
+        "command": read_environment(folder).get("command"),
+        "changed": changed,
+        "started": datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
+        "devices": parts.config.parallel.devices,
+    }
+
+
+def guard(
+    throughput: dict[str, Any], ranks: list[dict[str, Any]], gpus: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Compute the entry `guard` of result.json: processor load, change of speed, and GPU clocks.
+
+    `throughput`: the entry of result.json. `ranks`: host and processor time of each rank. `gpus`:
+    state of each GPU.
+    """
+    first, halves = ranks[0], throughput["halves"]
+    wall, own = first["wall"], sum(rank["own"] for rank in ranks if rank["host"] == first["host"])
+    shares = [rank["ran"] / (rank["ran"] + rank["queued"]) for rank in ranks if rank["ran"]]
+    return {
+        "load": max(0.0, first["busy"] - own) / wall if wall else None,
+        "own": own / wall if wall else None,
+        "cores": hardware.cores(),
+        "steal": first["stolen"] / first["all"] if first["all"] else None,
+        "cpu_per_thread": min(shares, default=None),
+        "halves_ratio": halves[1] / halves[0] if halves[0] and halves[1] else None,
+        "temperature": [gpu["celsius"] for gpu in gpus] or None,
+        "clocks": [{key: gpu[key] for key in ("sm_mhz", "sm_mhz_max", "slowed_by")} for gpu in gpus]
+        or None,
+    }
+
+
+def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
+    """Return the reasons to distrust the measured speed of a run, one short sentence each.
+
+    `measured`: the entry `guard` of result.json. `steps_timed`: number of timed steps.
+    """
+    load, own, cores, steal, share = (
+        measured[key] for key in ("load", "own", "cores", "steal", "cpu_per_thread")
+    )
+    reasons = []
+    is_crowded = load is not None and load >= OTHERS and load + own >= 0.9 * cores
+    if is_crowded:
+        reasons.append(f"other programs kept {load:.1f} of {cores} processors busy")
+    if steal is not None and steal >= STEAL:
+        reasons.append(f"the hypervisor gave {steal:.0%} of the processors' time to others")
+    # Report no disturbance if the run itself uses all cores, because its threads then wait for each
+    # other.
+    is_own_load = own is not None and own >= 0.9 * cores and not is_crowded
+    if share is not None and share < STARVED and not is_own_load:
+        reasons.append(
+            f"its threads got {share:.0%} of the processor time that they were ready to use"
+        )
+    ratio = measured["halves_ratio"]
+    if (
+        ratio is not None
+        and steps_timed >= FEWEST_STEPS
+        and not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT
+    ):
+        reasons.append(
+            f"the second half of its steps ran at {ratio:.2f} times the speed of the first"
+        )
+    for number, clock in enumerate(measured["clocks"] or []):
+        if clock["slowed_by"]:
+            reasons.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")
+    return reasons

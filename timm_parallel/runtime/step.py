@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.machine.seeds import seed_for
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.runtime.determinism import seed_step
 from timm_parallel.runtime.metric_window import LOSS, MetricWindow
 from timm_parallel.state.parts import Phase, RunParts, require_gradients
 from timm_parallel.task import Task
@@ -29,14 +29,13 @@ class Step:
     `backward(batch, phase)` for each batch of `batches()`, then `update(phase)`.
     """
 
-    def __init__(
-        self, parts: RunParts, batches: Iterator[Batch], window: MetricWindow, is_logged: bool
-    ) -> None:
-        """`batches`: the remaining batches of the epoch. `is_logged`: True at a step that logs,
-        saves or evaluates, or is the last one of its epoch.
+    def __init__(self, parts: RunParts, batches: Iterator[Batch], window: MetricWindow) -> None:
+        """Start the step after the last one, and seed the random generators of the devices for it.
+        `batches`: the remaining batches of the epoch.
         """
-        self.parts, self.is_logged = parts, is_logged
-        self.number = parts.progress.step + 1
+        self.parts, self.number = parts, parts.progress.step + 1
+        # True at a step that logs, saves or evaluates, or is the last one of its epoch.
+        self.is_logged = _is_logged(parts, self.number)
         self._source, self._window = batches, window
         self._accumulate, self._strategy = parts.config.train.accumulate, parts.strategy
         self._phases = {phase.name: phase for phase in parts.state.phases}
@@ -58,6 +57,8 @@ class Step:
         is_first = parts.progress.step_in_epoch == 0
         self._frozen = parts.state.phases[0].step.frozen
         self._written = write_counts(self._frozen) if is_first else None
+        parts.hooks.start_step(self.number)
+        self._seed()
 
     def train(self) -> dict[str, float | None]:
         """Train all phases on the batches of this step. All ranks must call this function.
@@ -191,7 +192,7 @@ class Step:
             nonlocal calls
             phase.optimizer.zero_grad(set_to_none=True)
             if calls:
-                self.seed()
+                self._seed()
             self._computes_again = calls > 0
             self._backward[phase.name] = 0
             calls += 1
@@ -265,8 +266,7 @@ class Step:
         """True if all phases were updated."""
         return len(self._updated) == len(self._phases)
 
-    def seed(self) -> None:
-        """Seed the random generators of the devices for this step."""
+    def _seed(self) -> None:
         group = self._strategy.group
         seed_step(self.parts.config.seed, self.number, group.rank, self._strategy.devices)
 
@@ -284,6 +284,37 @@ class Step:
         return batch
 
 
+def _is_logged(parts: RunParts, step: int) -> bool:
+    """Return True if the next step, whose number is `step`, logs, saves or evaluates, or is the
+    last one of its epoch.
+    """
+    config = parts.config
+    periods = (
+        config.train.log_every,
+        config.checkpoint.every_steps,
+        config.train.evaluate_every_steps,
+    )
+    is_last = parts.progress.step_in_epoch + 1 == parts.steps_per_epoch
+    is_last |= step == config.train.max_steps
+    return is_last or any(step % period == 0 for period in periods if period is not None)
+
+
 def needs_closure(phase: Phase) -> bool:
     """Return True if the optimizer of a phase computes the loss several times in a step."""
     return bool(getattr(phase.optimizer, "needs_closure", False))
+
+
+def seed_step(seed: int, step: int, rank: int, devices: Sequence[torch.device]) -> None:
+    """Seed the random generators of all devices of this process before a training step.
+
+    The seeds depend on the run's seed, the step, the rank and the index of the device.
+    """
+    # A resumed run then draws the same numbers for dropout and drop path, although its checkpoints
+    # store no random states. The replicas of dp on a CPU run in threads that share one generator.
+    seeds = [seed_for(seed, step, rank, index) for index in range(len(devices))]
+    torch.default_generator.manual_seed(seeds[0])
+    for device, device_seed in zip(devices, seeds, strict=True):
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(device_seed)
+        elif device.type == "mps":
+            torch.mps.manual_seed(device_seed)

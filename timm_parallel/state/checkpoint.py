@@ -2,8 +2,8 @@
 
 A file is written completely or not at all. It is verified when it is read, and loaded with
 `weights_only=True`, so it cannot run code. `last.pt` is the newest checkpoint, and `best.pt` has
-the best evaluation. `best_step_N.pt` are the best few (checkpoint.top), and `step_N.pt` the newest
-few (checkpoint.keep). A `.json` file next to each has its checksum.
+the best evaluation. `step_N.pt` are the newest few (checkpoint.keep). A `.json` file next to each
+has its checksum.
 
 The entry `model` has the weights of the model, with its names in timm. `networks` has the tensors
 of other networks, such as the parameters of a loss, `averages` the averaged weights, such as `ema`,
@@ -37,31 +37,22 @@ log = logging.getLogger(__name__)
 FORMAT = CHECKPOINT_FORMAT
 
 
-def save(
-    folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool, top: int = 1
-) -> Path:
+def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
     """Write the checkpoint of step N as `step_N.pt`, and return the path of last.pt.
 
-    last.pt becomes a link to the new file, and best.pt too if `is_best`. With `top` > 1, the link
-    `best_step_N.pt` is added if this evaluation is one of the `top` best of the run. Then all but
-    the newest `keep` files `step_N.pt` are deleted.
+    last.pt becomes a link to the new file, and best.pt too if `is_best`. Then all but the newest
+    `keep` files `step_N.pt` are deleted.
     """
-    newest, among_best = folder / f"step_{step}.pt", folder / f"best_step_{step}.pt"
+    newest, last = folder / f"step_{step}.pt", folder / "last.pt"
     whole = {"format": FORMAT, **_on_cpu(contents)}
     try:
         # Do not create parent folders, because the user may have deleted the run folder.
         folder.mkdir(exist_ok=True)
         write_whole(newest, lambda temporary: torch.save(whole, temporary))
-        summary = _summary(contents)
-        sidecar = (
-            json.dumps({"format": FORMAT, "sha256": _checksum(newest), **summary}, indent=2) + "\n"
-        )
+        summary = {"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}
+        sidecar = json.dumps(summary, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
-        best = _best(folder, summary, top) if top > 1 else set()
-        # Link best_step_N.pt before last.pt. If the process is killed between the two, the run
-        # continues from the older last.pt and reaches this step again.
-        linked = {among_best: step in best, folder / "last.pt": True, folder / "best.pt": is_best}
-        for path in [path for path, is_due in linked.items() if is_due]:
+        for path in (last, folder / "best.pt") if is_best else (last,):
             write_whole(path, lambda temporary: _link(newest, temporary))
             write_text(path.with_suffix(".json"), sidecar)
     # torch raises RuntimeError if the disk is full.
@@ -82,37 +73,15 @@ def save(
     # Checkpoints of later steps may exist after a resume from an older checkpoint. They are deleted
     # too.
     kept = [number for number in steps if number <= step][-keep:]
-    unneeded = [path for number, path in steps.items() if number not in kept]
-    if top > 1:
-        unneeded += [
-            path for number, path in _steps(folder, "best_step_").items() if number not in best
-        ]
     # A save that was killed leaves a temporary file, whose name has the number of its process.
     for stale in folder.glob(".*.tmp"):
         stale.unlink()
-    for old in unneeded:
+    for old in [path for number, path in steps.items() if number not in kept]:
         # Delete the .json file first. If the process is killed after that, the next save still
         # finds the checkpoint and deletes it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
-    return folder / "last.pt"
-
-
-def _best(folder: Path, newest: dict[str, Any], top: int) -> set[int]:
-    """Return the steps of the `top` best checkpoints by checkpoint.metric.
-
-    The candidates are the files best_step_N.pt and the checkpoint that is being saved, whose step
-    and score are in `newest`. Files of later steps are ignored, because a resumed run trains these
-    steps again. Damaged files and files with scores of another metric are ignored too. If scores
-    are equal, the earlier step is better.
-    """
-    scores = {} if newest["score"] is None else {newest["step"]: newest["score"]}
-    for step, path in _steps(folder, "best_step_").items():
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            summary = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-            if step < newest["step"] and summary["metric"] == newest["metric"]:
-                scores[step] = float(summary["score"])
-    return set(sorted(scores, key=lambda step: (-scores[step], step))[:top])
+    return last
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -308,11 +277,6 @@ def _summary(contents: dict[str, Any]) -> dict[str, Any]:
         "step": progress["step"],
         "epoch": progress["epoch"],
         "best": progress["best_values"],
-        # Value of checkpoint.metric, negated if it is a loss; null if the model was not evaluated
-        # at this step.
-        "score": progress.get("score")
-        if progress.get("evaluated_at") == progress["step"]
-        else None,
         "classes": len(contents["classes"]),
         "parameters": sum(tensor.numel() for tensor in contents["model"].values()),
         **contents["made_by"],
@@ -337,10 +301,10 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _steps(folder: Path, prefix: str = "step_") -> dict[int, Path]:
-    """Return a dictionary from step N to the file `<prefix>N.pt` of each checkpoint in a folder.
+def _steps(folder: Path) -> dict[int, Path]:
+    """Return a dictionary from step N to the file `step_N.pt` of each checkpoint in a folder.
 
     Steps are in ascending order. Files with other names are ignored.
     """
-    numbered = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.pt"))
+    numbered = ((path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.pt"))
     return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))

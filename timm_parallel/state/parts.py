@@ -22,15 +22,13 @@ from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.flops import count_flops
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.measure.step_profiler import build_hooks
+from timm_parallel.measure.step_hooks import StepHooks, build_hooks
 from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.ema import build_ema
 from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.parallel.communication import Communication
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
-from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task
 
@@ -180,6 +178,7 @@ def build_state(
     are counted. `compile_network`: function that wraps each network by torch.compile, or returns it
     unchanged. Raises ValueError if a trainable parameter belongs to no phase or to two.
     """
+    _check_metric(task, config.headline_metric)
     task.ranks = strategy.group
     bare = Networks({name: of for name, of in networks.items() if name not in task.averages})
     # Copy averages before the strategy wraps networks, because it replaces parameters or adds hooks
@@ -259,6 +258,22 @@ def _check_task(task: Task[Any], networks: Networks) -> None:
                 f"{name}: the attribute {attribute} is a {type(value).__name__}, which no "
                 "checkpoint stores; return it in networks(), as a module or a buffer of one"
             )
+
+
+def _check_metric(task: Task[Any], name: str) -> None:
+    """Raise ValueError if the metric with this name, a value of checkpoint.metric, requires more
+    outputs than the model has.
+    """
+    if task.num_outputs < task.metrics[name].min_outputs:
+        others = ", ".join(
+            f"val/{other}"
+            for other, metric in task.metrics.items()
+            if metric.min_outputs <= task.num_outputs
+        )
+        raise ValueError(
+            f"checkpoint.metric=val/{name}: not defined for a model with {task.num_outputs} "
+            f"outputs; use one of {others}"
+        )
 
 
 def _parameters_of_phases(
@@ -346,50 +361,12 @@ class RunParts:
         return self.state.progress
 
     @property
-    def flops_per_step(self) -> int | None:
-        """Floating-point operations of an optimizer step over all devices. None on all ranks but
-        rank 0.
-        """
-        flops = self.state.flops
-        return None if flops is None else flops * self.config.train.accumulate
-
-    @property
     def total_steps(self) -> int:
         """Return the number of steps of the whole run, including those before a resume."""
         return self.progress.last_step(self.config.train, self.steps_per_epoch)
 
-    @property
-    def has_steps(self) -> bool:
-        """True if the current epoch has another step before train.max_steps or train.max_minutes
-        ends the run.
-        """
-        progress = self.progress
-        is_last = progress.step >= self.total_steps
-        return progress.step_in_epoch < self.steps_per_epoch and not is_last
-
-    def is_logged(self, step: int) -> bool:
-        """Return True if the next step, whose number is `step`, logs, saves or evaluates, or is the
-        last one of its epoch.
-        """
-        config = self.config
-        periods = (
-            config.train.log_every,
-            config.checkpoint.every_steps,
-            config.train.evaluate_every_steps,
-        )
-        is_last = self.progress.step_in_epoch + 1 == self.steps_per_epoch
-        is_last |= step == config.train.max_steps
-        return is_last or any(step % period == 0 for period in periods if period is not None)
-
-    @property
-    def epochs_done(self) -> float:
-        """Return the number of epochs trained so far, for example 2.5 in the middle of the third
-        epoch.
-        """
-        return self.progress.epoch + self.progress.step_in_epoch / self.steps_per_epoch
-
     @cached_property
-    def listing(self) -> str:
+    def _listing(self) -> str:
         """Return a hash of the names and labels of the training images."""
         return split_fingerprint(self.dataset.train)
 
@@ -412,7 +389,7 @@ def data_of_a_step(parts: RunParts) -> dict[str, Any]:
     config = parts.config
     return {
         "images": parts.train_loader.sampler.num_images,
-        "listing": parts.listing,
+        "listing": parts._listing,
         "steps_per_epoch": parts.steps_per_epoch,
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,

@@ -47,9 +47,6 @@ class Progress:
     # Dictionary from the name of each metric to its best value so far.
     best_values: dict[str, float] = field(default_factory=dict)
     evaluations_since_best: int = 0
-    # Value of checkpoint.metric in the newest evaluation, negated if it is a loss. None if it was
-    # NaN or undefined.
-    score: float | None = None
     # Step of the newest evaluation.
     evaluated_at: int | None = None
 
@@ -61,6 +58,12 @@ class Progress:
         in epochs.
         """
         return self.epoch * steps_per_epoch + self.step_in_epoch
+
+    def epochs_done(self, steps_per_epoch: int) -> float:
+        """Return the number of epochs trained so far, for example 2.5 in the middle of the third
+        epoch.
+        """
+        return self.epoch + self.step_in_epoch / steps_per_epoch
 
     def last_step(self, train: TrainConfig, steps_per_epoch: int) -> int:
         """Return the step at which the run ends, which is the current one if train.max_minutes is
@@ -120,7 +123,7 @@ class Progress:
         value = math.nan if numbers[metric] is None else numbers[metric]
         if metrics[metric.removesuffix("_ema")].lower_is_better:
             value = -value
-        self.score, self.evaluated_at = None if math.isnan(value) else value, self.step
+        self.evaluated_at = self.step
         is_best = not math.isnan(value) and (self.best is None or value > self.best)
         self.best = value if is_best else self.best
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1

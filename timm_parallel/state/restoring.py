@@ -6,6 +6,7 @@ The contents must fit the run. Settings that have changed since the checkpoint w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections import defaultdict
 from textwrap import shorten
@@ -132,7 +133,11 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
     restore_weights(state, strategy, contents)
     for name, module in state.modules.items():
         strategy.buffers.restore_own(module, contents["buffers_by_rank"].get(name))
-    state.progress = Progress(**contents["progress"])
+    # A checkpoint of an earlier version may have more fields.
+    fields = {field.name for field in dataclasses.fields(Progress)}
+    state.progress = Progress(
+        **{name: value for name, value in contents["progress"].items() if name in fields}
+    )
     for phase in state.phases:
         if phase.name not in contents["phases"]:
             raise ValueError(
@@ -146,7 +151,7 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
         if hasattr(phase.learning.schedule, "observe") and of_phase["schedule"] is not None:
             phase.learning.schedule.load_state_dict(of_phase["schedule"])
     saved = contents["strategy"]
-    if saved["kind"] == strategy.kind:
+    if saved["kind"] == strategy.config.strategy:
         strategy.load_state_dict(saved["state"])
 
 

@@ -44,7 +44,7 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
         "classes": list(parts.dataset.target_names),
         "preprocessing": dataclasses.asdict(parts.preprocessing),
         "made_by": {
-            "strategy": parts.strategy.kind,
+            "strategy": parts.config.parallel.strategy,
             "devices": parts.config.parallel.devices,
             # If a later run loads this checkpoint by model.weights, this metric decides whether the
             # raw or the averaged weights are loaded.
@@ -82,7 +82,7 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
             }
             for phase in state.phases
         },
-        "strategy": {"kind": strategy.kind, "state": strategy.state_dict()},
+        "strategy": {"kind": strategy.config.strategy, "state": strategy.state_dict()},
     }
     return {
         **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),

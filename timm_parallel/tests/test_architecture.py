@@ -22,6 +22,7 @@ SOURCES = library_files()
 # Pattern of names -> files that may import them. A name that ends with a slash is a folder.
 ALLOWED = {
     r"(hydra|omegaconf)": (
+        "timm_parallel/checked_configs.py",
         "timm_parallel/entry.py",
         "timm_parallel/config/",
         "timm_parallel/patches.py",
@@ -33,17 +34,15 @@ ALLOWED = {
         "timm_parallel/parallel/",
         "timm_parallel/launch/",
         "timm_parallel/machine/ranks.py",
-        "timm_parallel/lab/doctor/probe.py",
     ),
     r"(.*\.)?(DataParallel|DistributedDataParallel)": ("timm_parallel/parallel/",),
     r"timm": (
-        "timm_parallel/data/erasing.py",
-        "timm_parallel/data/mixing.py",
+        "timm_parallel/data/batch_augment.py",
         "timm_parallel/data/timm_datasets.py",
         "timm_parallel/model/",
         "timm_parallel/parallel/blocks.py",
         "timm_parallel/patches.py",
-        "timm_parallel/lab/doctor/probe.py",
+        "timm_parallel/lab/doctor.py",
     ),
 }
 # Files that may import torch only inside functions. Commands such as --help import these files and
@@ -63,7 +62,7 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/config/",
     "timm_parallel/data/dataset.py",
     "timm_parallel/machine/seeds.py",
-    "timm_parallel/lab/doctor/",
+    "timm_parallel/lab/doctor.py",
     "timm_parallel/faults/",
     "timm_parallel/lab/jobs/",
     "timm_parallel/launch/",

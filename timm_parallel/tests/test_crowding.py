@@ -14,7 +14,7 @@ import pytest
 
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import scheduled_seconds
-from timm_parallel.parallel.openmp import OversubscriptionWatcher, watch_openmp_oversubscription
+from timm_parallel.parallel.cpu_tuning import OversubscriptionWatcher, watch_openmp_oversubscription
 
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux reports how long threads wait"

@@ -13,8 +13,8 @@ from torch.distributed import PrefixStore
 
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import build_strategy
+from timm_parallel.runtime import replica_checks
 from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
@@ -33,7 +33,7 @@ def checked(
         with torch.no_grad():
             model.weight += apart * model.weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Strategy, "device_model", kinds[ranks.rank])
+        patch.setattr(replica_checks, "device_model", lambda device: kinds[ranks.rank])
         try:
             return check(model, strategy)
         except ReplicasDifferError as error:

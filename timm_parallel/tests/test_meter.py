@@ -13,7 +13,7 @@ import pytest
 from timm_parallel.machine import start_clock
 from timm_parallel.machine.start_clock import StartClock, describe_start
 from timm_parallel.measure import meter as module
-from timm_parallel.measure import usage
+from timm_parallel.measure import telemetry
 from timm_parallel.measure.meter import Meter
 
 
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
     monkeypatch.setattr(module, "time", time)
     monkeypatch.setattr(start_clock, "time", time)
-    monkeypatch.setattr(usage, "time", time)
+    monkeypatch.setattr(telemetry, "time", time)
     return time
 
 
@@ -103,7 +103,7 @@ def test_time_and_energy_of_timed_steps_include_data_and_logging_but_no_evaluati
     # A GPU that draws 10 W, and 1000 W from second 1000 on.
     gpu: Any = SimpleNamespace(uuid="GPU-a")
     gpu.joules = lambda: 10 * clock.now + 990 * max(0.0, clock.now - 1000)
-    energy = usage.Energy([gpu])
+    energy = telemetry.Energy([gpu])
     meter = Meter(1, 60, energy=energy)
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
     meter.pause()

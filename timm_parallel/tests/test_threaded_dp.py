@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.data_parallel import DataParallelStrategy
+from timm_parallel.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
-from timm_parallel.parallel.threaded_data_parallel import ThreadedDataParallel
+from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.task import Task
 
 
@@ -171,9 +171,23 @@ def test_evaluation_with_dp_replicas_in_threads_does_not_build_an_autograd_graph
     assert not outputs.requires_grad
 
 
-def test_dp_chunk_sizes_match_torch_chunk() -> None:
-    for batch, devices, chunks in ((8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])):
-        assert strategy(devices).chunk_sizes(batch) == chunks
+@pytest.mark.parametrize(
+    ("batch", "devices", "chunks"), [(8, 2, [4, 4]), (7, 3, [3, 3, 1]), (4, 3, [2, 2])]
+)
+def test_dp_splits_a_batch_into_the_chunk_sizes_that_result_json_states(
+    batch: int, devices: int, chunks: list[int]
+) -> None:
+    assert chunk_sizes(batch, devices) == chunks
+    seen = []
+
+    class Counted(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            seen.append(len(chunk))
+            return chunk
+
+    networks = strategy(devices).for_evaluation(Networks({"model": Counted()}))
+    networks["model"](torch.zeros(batch, 4))
+    assert sorted(seen, reverse=True) == chunks
 
 
 def test_autocast_applies_inside_the_replica_threads_of_dp() -> None:

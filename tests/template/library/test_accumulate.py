@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.template.runs import ROOT, resolved, run_warm, tiny
+from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.config.compose import (
     asks_for_accumulate,
     compose_command,
@@ -17,7 +18,6 @@ from timm_parallel.config.compose import (
     save_config,
     save_hydra_files,
 )
-from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.config.resolve import halve_batches, resolve
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ResolvedConfig

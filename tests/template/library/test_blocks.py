@@ -23,10 +23,10 @@ from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.analysis.sequential import FIRST
 from timm_parallel.lab.analysis.settings import can_stop
 from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
 from timm_parallel.lab.sweep.blocks import append_block, check_blocks, count_repeats, freeze_jobs
-from timm_parallel.lab.sweep.dry_run import count_runs
 from timm_parallel.lab.sweep.points import Point, expand
 from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
 from timm_parallel.launch.resume import compose_run

@@ -20,16 +20,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.tasks.classification import Classification
-from src.train.run import run
 from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
+from timm_parallel.parallel.strategy import Single
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
-from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 
 Contents = dict[str, Any]
@@ -153,7 +151,8 @@ def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
     single: RunParts, tmp_path: Path
 ) -> None:
     before, after, other = (Summing(single.config.parallel, Ranks()) for _ in range(3))
-    before.total, other.kind = torch.tensor([1.0, 2.0]), "src.parallel.other.Other"
+    before.total = torch.tensor([1.0, 2.0])
+    other.config = replace(single.config.parallel, strategy="src.parallel.other.Other")
     made_by = {"strategy": "single", "devices": 1}
     saved = {**saving.snapshot(single.state, before), "classes": [], "made_by": made_by}
     contents = checkpoint.load(save(tmp_path, saved, 1))
@@ -208,84 +207,6 @@ def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
     assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
 
 
-def evaluated(contents: Contents, score: float | None, metric: str = "val/acc") -> Contents:
-    """Return checkpoint contents with an evaluation result. `score` is the value of `metric`, or
-    None if the checkpoint is saved without an evaluation.
-    """
-    return {**contents, "score": score, "made_by": {**contents["made_by"], "metric": metric}}
-
-
-def save_top(
-    folder: Path, contents: Contents, step: int, is_best: bool = False, top: int = 2
-) -> None:
-    score = contents["score"]
-    progress = {
-        **contents["progress"],
-        "step": step,
-        "score": score,
-        "evaluated_at": None if score is None else step,
-    }
-    checkpoint.save(folder, {**contents, "progress": progress}, step, 1, is_best, top)
-
-
-def best_steps(folder: Path) -> list[int]:
-    """Return the steps of the files best_step_N.pt, whose weights and JSON must belong to them."""
-    paths = list(folder.glob("best_step_*"))
-    assert {path.stem for path in paths if path.suffix == ".pt"} == {path.stem for path in paths}
-    steps = sorted(
-        int(path.stem.removeprefix("best_step_")) for path in paths if path.suffix == ".pt"
-    )
-    for step in steps:
-        path = folder / f"best_step_{step}.pt"
-        assert checkpoint.load(path)["progress"]["step"] == step
-        assert json.loads(path.with_suffix(".json").read_text())["step"] == step
-    return steps
-
-
-def test_checkpoint_save_with_top_2_keeps_the_two_best_files_by_metric(
-    contents: Contents, tmp_path: Path
-) -> None:
-    """Of two steps with equal scores, the earlier step ranks first. A step without an evaluation is
-    not ranked.
-    """
-    scores = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.5, 5: None, 10: 0.2, 11: 0.9}
-    kept = {}
-    for step, score in scores.items():
-        save_top(tmp_path, evaluated(contents, score), step, is_best=step in (1, 2, 11))
-        kept[step] = best_steps(tmp_path)
-    assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 4], 5: [2, 4], 10: [2, 4], 11: [2, 11]}
-    assert (tmp_path / "best.pt").samefile(tmp_path / "best_step_11.pt")
-
-
-def test_checkpoint_save_deletes_best_checkpoints_of_later_steps_or_of_a_different_metric(
-    contents: Contents, tmp_path: Path
-) -> None:
-    """A run may continue from an older checkpoint or with another metric. It then deletes the best
-    checkpoints that it cannot rank.
-    """
-    for step, score in ((1, 0.9), (5, 0.8), (9, 0.7)):
-        save_top(tmp_path, evaluated(contents, score), step, top=3)
-    save_top(tmp_path, evaluated(contents, 0.1), 6, top=3)
-    assert best_steps(tmp_path) == [1, 5, 6]
-    save_top(tmp_path, evaluated(contents, -3.5, "val/loss"), 7, top=3)
-    assert best_steps(tmp_path) == [7]
-
-
-def test_checkpoint_save_continues_when_earlier_best_checkpoints_are_missing_or_damaged(
-    contents: Contents, tmp_path: Path
-) -> None:
-    for step, score in ((1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)):
-        save_top(tmp_path, evaluated(contents, score), step, top=4)
-    (tmp_path / "best_step_1.pt").unlink()
-    (tmp_path / "best_step_2.json").write_text('{"score": ')
-    (tmp_path / "best_step_3.json").unlink()
-    (tmp_path / "best_step_4_mine.pt").write_bytes(b"a copy of the user")
-    save_top(tmp_path, evaluated(contents, 0.1), 5, top=4)
-    assert {path.name for path in tmp_path.glob("best_step_*.pt")} == {
-        *("best_step_4.pt", "best_step_4_mine.pt", "best_step_5.pt")
-    }
-
-
 def disk_full(*args: object, **kwargs: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -305,33 +226,6 @@ def failing_rename(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", rename)
         yield
-
-
-def trained_twice(ranks: Ranks, store: Any, folder: str) -> None:
-    (Path(folder) / "logs").mkdir(parents=True)
-    torch.set_num_threads(1)
-    for epochs in (3, 6):
-        words = (
-            "parallel=single",
-            "checkpoint.top=3",
-            "checkpoint.every_steps=3",
-            f"train.epochs={epochs}",
-        )
-        run(resolved(*words), Path(folder), ranks, None)
-
-
-@pytest.mark.slow(seconds=5)
-def test_resumed_run_keeps_best_checkpoints_from_before_and_after_the_resume(
-    tmp_path: Path,
-) -> None:
-    in_ranks(trained_twice, 1, str(tmp_path / "run"))
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "val/acc" in line]
-    assert len(lines) == 6
-    ranked = sorted(lines, key=lambda line: (-line["val/acc"], line["step"]))[:3]
-    assert best_steps(tmp_path / "run" / "checkpoints") == sorted(line["step"] for line in ranked)
-    assert (tmp_path / "run/checkpoints/best.pt").samefile(
-        tmp_path / f"run/checkpoints/best_step_{ranked[0]['step']}.pt"
-    )
 
 
 @pytest.mark.parametrize("call", ["torch.save", "os.fsync"])
@@ -373,29 +267,28 @@ def test_undefined_metric_never_becomes_the_best_value_of_a_run(undefined: float
 def test_checkpoint_save_leaves_loadable_files_when_any_rename_fails(
     contents: Contents, tmp_path: Path
 ) -> None:
-    """A save renames eight files: step_2, best_step_2, last and best, each with .pt and .json.
-    After the failure, the run continues from last.pt, so it may train step 2 again.
+    """A save renames six files: step_2, last and best, each with .pt and .json. After the failure,
+    the run continues from last.pt, so it may train step 2 again.
     """
-    for failing in range(8):
+    for failing in range(6):
         run = tmp_path / str(failing)
         folder = run / "checkpoints"
         run.mkdir()
-        save_top(folder, evaluated(contents, 0.1), 1, is_best=True)
+        save(folder, contents, 1, keep=1, is_best=True)
         with failing_rename(failing), pytest.raises(OSError, match=r"step_2\.pt"):
-            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
+            save(folder, contents, 2, keep=1, is_best=True)
         names = [path.name for path in folder.iterdir()]
         assert not [name for name in names if name.startswith(".") or "tmp" in name]
         last, best = (
             checkpoint.load(folder / f"{name}.pt")["progress"]["step"] for name in ("last", "best")
         )
-        # The files of best_step_2 are linked before those of last, and those of best at the end.
-        assert (last, best) == (2 if failing > 4 else 1, 2 if failing > 6 else 1), failing
+        # The files of last are linked before those of best.
+        assert (last, best) == (2 if failing > 2 else 1, 2 if failing > 4 else 1), failing
         assert (checkpoint.load_newest(run) or "")[0] == folder / "last.pt"
         if last == 1:
-            save_top(folder, evaluated(contents, 0.9), 2, is_best=True)
-        save_top(folder, evaluated(contents, 0.5), 3)
+            save(folder, contents, 2, keep=1, is_best=True)
+        save(folder, contents, 3, keep=1)
         assert checkpoint.load(folder / "last.pt")["progress"]["step"] == 3
-        assert best_steps(folder) == [2, 3], failing
 
 
 def test_checkpoint_save_copies_files_when_hard_links_fail(

@@ -126,8 +126,6 @@ WRONG_NUMBERS = [
     ("seed=99999999999999999999999", "seed=99999999999999999999999"),
 ]
 ACROSS_GROUPS = [
-    ("parallel=fsdp parallel.devices=4 parallel.shard_size=3", "parallel.shard_size=3", "2, 4"),
-    ("parallel=fsdp parallel.devices=2 parallel.shard_size=1", "parallel.shard_size=1", "2"),
     (
         "parallel=ddp parallel.devices=2 data.batch_size=63",
         "data.batch_size=63",

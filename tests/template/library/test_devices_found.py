@@ -28,22 +28,10 @@ from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (
-            ("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=0.5"),
-            ("parallel.bucket_cap_mb=0.5", "compile"),
-        ),
-        (("parallel=ddp", "parallel.backend=mpi"), ("parallel.backend=mpi", "without MPI")),
-    ],
-)
-def test_run_is_refused_for_mpi_backend_or_for_compile_with_small_ddp_buckets(
-    words: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=r"mpi|bucket_cap") as refusal:
+def test_run_is_refused_for_compile_with_small_ddp_buckets(tmp_path: Path) -> None:
+    words = ("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=0.5")
+    with pytest.raises(ValueError, match=r"parallel\.bucket_cap_mb=0\.5.*compile"):
         resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
-    assert all(name in str(refusal.value) for name in named), refusal.value
     assert not (tmp_path / "run").exists()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.template.runs import ROOT
-from timm_parallel.lab.doctor import examine as examination
-from timm_parallel.lab.doctor.examine import (
+from timm_parallel.lab import doctor as examination
+from timm_parallel.lab.doctor import (
     GIB,
     Finding,
     MachineReport,
@@ -177,7 +177,7 @@ def test_quick_doctor_trains_no_step_and_suggests_all_gpus(
 
 
 def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
-    assert "no_such" in probe("timm_parallel.lab.doctor.no_such")["error"]
+    assert "no_such" in probe("timm_parallel.lab.no_such")["error"]
 
 
 @pytest.mark.slow(seconds=25)

@@ -267,7 +267,7 @@ def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_se
     run = start_run(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path)
     files: Any = run.parts.dataset.train
     with run.training() as training:
-        message = training.describe_step(1)
+        message = training._describe_step(1)
         train(training)
     numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]
     wanted = [files.files[number] for number in numbers]

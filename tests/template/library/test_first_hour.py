@@ -26,13 +26,13 @@ from timm_parallel.app import root
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
+from timm_parallel.lab.multirun import show_points
 from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
-from timm_parallel.lab.sweep.dry_run import show_points
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.ddp_timing import unused_parameters
+from timm_parallel.parallel.distributed import unused_parameters
 from timm_parallel.record.console import print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.runtime.run_result import speed_without_wait
@@ -229,8 +229,8 @@ def two_steps(ranks: Ranks, store: object, find: bool) -> str:
     """Train two ddp steps with unused parameters; return the error, or `trained`."""
     from timm_parallel.batch import Batch
     from timm_parallel.keys import ParallelConfig
-    from timm_parallel.parallel.build import build_strategy
     from timm_parallel.parallel.networks import Networks, PhaseStep
+    from timm_parallel.parallel.strategy import build_strategy
 
     config = ParallelConfig(
         strategy="ddp",

@@ -14,7 +14,7 @@ from torch.nn import functional
 from src.train.build import build_run
 from tests.template.runs import resolved
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.testing.ranks import in_ranks
 
 # Let configs refer to the classes of this file by a name below src, because a config may name only

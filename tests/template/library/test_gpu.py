@@ -83,7 +83,6 @@ TWO = ("parallel.devices=2",)
 ON_SEVERAL = [
     *((2, (f"parallel={name}", *TWO)) for name in ("dp", "ddp", "fsdp")),
     *((2, (f"parallel={name}", *TWO, "parallel.device_ids=[1,0]")) for name in ("dp", "ddp")),
-    (4, ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2")),
 ]
 
 

@@ -280,7 +280,7 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     from src.train.build import build_run
-    from timm_parallel.parallel.build import build_strategy
+    from timm_parallel.parallel.strategy import build_strategy
 
     config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
     if ranks.rank == 1:
@@ -363,15 +363,9 @@ def _train(
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("hook", "bytes_per_value"), [("bf16", 2), ("fp16", 2), ("null", 4)])
-def test_comm_hook_bf16_or_fp16_halves_recorded_communication_bytes(
-    tmp_path: Any, hook: str, bytes_per_value: int
-) -> None:
-    results, _ = in_ranks(
-        _train, 2, str(tmp_path), ("train.epochs=1", f"parallel.comm_hook={hook}")
-    )
-    assert results[0]["bytes_per_step"] == bytes_per_value * results[0]["parameters"]
+def test_recorded_communication_bytes_are_four_per_parameter_in_fp32(tmp_path: Path) -> None:
+    results, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1",))
+    assert results[0]["bytes_per_step"] == 4 * results[0]["parameters"]
 
 
 @pytest.mark.slow(seconds=1)
@@ -419,17 +413,16 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(node, "find_address", NodeAddress)
     monkeypatch.setattr(node, "run_node_zero", lambda config, folder, place: 0)
-    monkeypatch.setattr(node, "POLL_SECONDS", 0.05)
     return tmp_path
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, node.NODE_LOST)])
+@pytest.mark.parametrize(("held_for", "code"), [(0.5, 0), (2.0, 2)])
 def test_requeued_slurm_job_waits_until_the_previous_attempt_unlocks_the_run_folder(
     requeued: Path, capsys: pytest.CaptureFixture[str], held_for: float, code: int
 ) -> None:
     """The previous attempt still runs if only the slurmd of its node died. After waiting for
-    start_timeout - 60 s, the job requeues itself.
+    start_timeout - 60 s, the job is refused.
     """
     with ExitStack() as earlier:
         earlier.enter_context(lock_folder(requeued))
@@ -437,19 +430,14 @@ def test_requeued_slurm_job_waits_until_the_previous_attempt_unlocks_the_run_fol
         release.start()
         assert node.main(requeued, requeued) == code
         release.join()
-    lines = capsys.readouterr().err.splitlines()
-    assert "of Slurm job 7" in lines[0] and "waiting up to 1 s" in lines[0]
-    assert len(lines) == (1 if code == 0 else 2)
+    assert ("of Slurm job 7" in capsys.readouterr().err) == (code == 2)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"), [("SLURM_JOB_ID", "8"), ("SLURM_RESTART_COUNT", "0")]
-)
 def test_slurm_job_is_refused_when_another_job_has_locked_the_run_folder(
-    requeued: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+    requeued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lock_folder(requeued):
-        monkeypatch.setenv(variable, value)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
         assert node.main(requeued, requeued) == 2
 
 

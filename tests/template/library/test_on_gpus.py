@@ -35,11 +35,10 @@ from timm_parallel.machine.nvidia import Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure.meter import Meter
 from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.parallel.build import build_strategy, use_deterministic_algorithms
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
-from timm_parallel.runtime.determinism import seed_step
+from timm_parallel.parallel.strategy import build_strategy, use_deterministic_algorithms
 from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.step import Step
+from timm_parallel.runtime.step import Step, seed_step
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import Learning, Phase
 from timm_parallel.state.progress import Progress
@@ -196,15 +195,21 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))
     for accumulate in (1, 2):
         parts: Any = SimpleNamespace(
-            config=SimpleNamespace(train=SimpleNamespace(accumulate=accumulate)),
+            config=resolved(
+                "parallel=single",
+                "parallel.accelerator=cpu",
+                f"train.accumulate={accumulate}",
+                "train.log_every=1",
+            ),
             progress=Progress(step_in_epoch=1),
+            steps_per_epoch=2,
             state=SimpleNamespace(phases=[phase]),
             strategy=strategy,
             task=task,
             hooks=hooks,
         )
         window = MetricWindow(strategy.device, parts.progress)
-        whole = Step(parts, iter(()), window, is_logged=True)
+        whole = Step(parts, iter(()), window)
         for _ in range(accumulate):
             whole.backward(batch(7, strategy.device))
         with pytest.raises(NEEDS_DATA):

@@ -17,8 +17,7 @@ from src.train.run import run
 from tests.template.runs import resolved
 from timm_parallel.errors import RefusedError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.measure.step_hooks import StepHooks
-from timm_parallel.measure.step_profiler import summary_lines
+from timm_parallel.measure.step_hooks import StepHooks, summary_lines
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.ranks import in_ranks
@@ -177,7 +176,7 @@ def test_run_creates_no_profiler_when_profile_steps_is_null(
         raise AssertionError("made without train.profile_steps")
 
     for name in ("ProfiledStepHooks", "profile", "record_function"):
-        monkeypatch.setattr(f"timm_parallel.measure.step_profiler.{name}", refuse)
+        monkeypatch.setattr(f"timm_parallel.measure.step_hooks.{name}", refuse)
     hooks: list[type] = []
     monkeypatch.setattr(StepHooks, "start_update", lambda self: hooks.append(type(self)))
     result = trained(

@@ -29,7 +29,7 @@ from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
+from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.run import Run
 from timm_parallel.state import checkpoint

@@ -605,3 +605,18 @@ def test_saved_config_of_an_earlier_version_is_read_unless_it_sets_a_key_that_is
     path.write_text(text.replace("train:\n", "train:\n  gone: 3\n", 1), encoding="utf-8")
     with pytest.raises(ValueError, match=r"train\.gone"):
         load_config(tmp_path)
+
+
+@pytest.mark.slow(seconds=1)
+def test_resume_continues_a_run_of_an_earlier_version_if_removed_keys_have_their_default(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROJECT", "mine")
+    folder = main.start("day/1", "tracker.project='${oc.env:PROJECT}'")
+    for path in (folder / "config.yaml", folder / ".hydra" / "config.yaml"):
+        text = path.read_text(encoding="utf-8")
+        text = text.replace("parallel:\n", "parallel:\n  comm_hook: null\n", 1)
+        text = text.replace("checkpoint:\n", "checkpoint:\n  top: 1\n", 1)
+        path.write_text(text, encoding="utf-8")
+    assert main(f"resume={folder}") == (0, "")
+    assert "comm_hook" not in (folder / "config.yaml").read_text(encoding="utf-8")

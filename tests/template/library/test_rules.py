@@ -56,7 +56,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
             "dp",
             "ddp",
             "fsdp",
-            "timm_parallel.parallel.single.Single",
+            "timm_parallel.parallel.strategy.Single",
         ):
             parallel = ParallelConfig(strategy=strategy)
             setattr(parallel, key, 1)

@@ -30,9 +30,9 @@ from tests.template.runs import (
 )
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import PhaseStep
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.parts import build_networks
@@ -241,7 +241,7 @@ def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer()
 
 FAULTS = """
 import resource, timm, torch
-from timm_parallel.machine.allocator import keep_freed_memory
+from timm_parallel.parallel.cpu_tuning import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()
 model = timm.create_model("resnet18", num_classes=10)

@@ -21,9 +21,9 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
 from timm_parallel.keys import DataConfig, SweepConfig
 from timm_parallel.lab.jobs.folders import config_folder
+from timm_parallel.lab.multirun import count_runs, show_points
 from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import counted
-from timm_parallel.lab.sweep.dry_run import count_runs, show_points
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.patches import hydra_parser

@@ -25,7 +25,7 @@ from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import Config
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.build import build_strategy
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.testing.ranks import in_ranks
 
 CLASSES = ("cat", "dog")

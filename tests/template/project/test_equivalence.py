@@ -31,7 +31,6 @@ SPREADS = {
         "parallel.devices=3",
         "parallel.reshard_after_forward=false",
     ),
-    "fsdp4_with_two_copies": ("parallel=fsdp", "parallel.devices=4", "parallel.shard_size=2"),
 }
 TRAININGS = {
     "sgd": ("optim=sgd", "optim.lr=0.005"),

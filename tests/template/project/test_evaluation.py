@@ -24,14 +24,14 @@ from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
 from tests.template.runs import cpu_strategy, evaluate_batches, resolved, run_python, run_warm
+from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.config.compose import save_config
-from timm_parallel.config.evaluation import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.single import Single
+from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished

@@ -27,7 +27,7 @@ from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import check_is_complete
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
-from timm_parallel.parallel.ddp_timing import has_only_batch_norm_buffers
+from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
 from timm_parallel.runtime.metric_window import MetricWindow
@@ -139,7 +139,8 @@ def test_gradient_norm_and_clipping_include_the_parameters_of_a_loss(
     mode: str, expected: float
 ) -> None:
     run = built("optim.clip_grad=5", f"optim.clip_mode={mode}")
-    step = Step(run, iter(()), MetricWindow(run.strategy.device, run.progress), is_logged=True)
+    step = Step(run, iter(()), MetricWindow(run.strategy.device, run.progress))
+    step.is_logged = True
     for parameter in run.state.parameters():
         parameter.grad = torch.zeros_like(parameter)
     temperature = dict(run.state.named_parameters())["loss.temperature"]

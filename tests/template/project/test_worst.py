@@ -20,7 +20,7 @@ from src.commands.evaluate import evaluate_config, worst_images
 from src.commands.load import load_trained
 from src.schema import ResolvedTrain
 from tests.template.runs import resolved, run_warm
-from timm_parallel.config.evaluation import compose_evaluation
+from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.task import Evaluation, Task

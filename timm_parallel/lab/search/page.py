@@ -1,5 +1,5 @@
 """Write `search.html`, the page of a hyper-parameter search: the best trial with its command,
-Optuna's plots, and a table of the trials.
+Optuna's plot of the values against each key, and a table of the trials.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import io
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pandas as pd
@@ -19,9 +18,6 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.image_page import render_page
 from timm_parallel.machine.text import plural
 from timm_parallel.record.jobs import Jobs
-
-# Least number of trials with a value for a ranking of the keys. A ranking from fewer is noise.
-MIN_FOR_IMPORTANCES = 20
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
@@ -46,7 +42,7 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
         trials=plural(int(table[metric].count()), "trial"),
         job=job,
         command=shlex.join(["python", "train.py", *job.overrides]),
-        images=draw_study(study, metric),
+        image=draw_study(study, metric),
         table=table.to_html(
             index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
         ),
@@ -54,29 +50,21 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     return path
 
 
-def draw_study(study: optuna.Study, metric: str) -> list[str]:
-    """Draw Optuna's plots of a study and return them as HTML images. Plots for which the study has
-    too few trials are left out.
+def draw_study(study: optuna.Study, metric: str) -> str:
+    """Draw the values of the trials against each searched key, and return the plot as an HTML
+    image. Without a value, the text is empty.
     """
     from matplotlib import pyplot
 
+    if not study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE]):
+        return ""
     pyplot.switch_backend("Agg")
-    values = [
-        trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"
-    ]
-    # Plot functions of Optuna that have a parameter `target_name`, the name of the metric.
-    of_values: list[Any] = [plots.plot_optimization_history, plots.plot_slice] if values else []
-    if len(values) >= MIN_FOR_IMPORTANCES and len(set(values)) > 1:
-        of_values.append(plots.plot_param_importances)
-    images = []
-    for plot in (*of_values, plots.plot_intermediate_values, plots.plot_timeline):
-        with warnings.catch_warnings():
-            # Hide Optuna's warning that its plots with matplotlib are experimental.
-            warnings.simplefilter("ignore")
-            plot(study, **({"target_name": metric} if plot in of_values else {}))
-        svg = io.BytesIO()
-        pyplot.savefig(svg, format="svg", bbox_inches="tight")
-        pyplot.close("all")
-        encoded = base64.b64encode(svg.getvalue()).decode()
-        images.append(f'<img alt="{plot.__name__}" src="data:image/svg+xml;base64,{encoded}">')
-    return images
+    with warnings.catch_warnings():
+        # Hide Optuna's warning that its plots with matplotlib are experimental.
+        warnings.simplefilter("ignore")
+        plots.plot_slice(study, target_name=metric)
+    svg = io.BytesIO()
+    pyplot.savefig(svg, format="svg", bbox_inches="tight")
+    pyplot.close("all")
+    encoded = base64.b64encode(svg.getvalue()).decode()
+    return f'<img alt="plot_slice" src="data:image/svg+xml;base64,{encoded}">'

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.config.compose import Command, merge_into_schema
-from timm_parallel.config.hydra_allowlist import check_hydra_types
 from timm_parallel.keys import Config, leaves
 
 
@@ -94,9 +93,8 @@ class Composer:
 
 def _merged(tree: DictConfig) -> bytes | None:
     try:
-        check_hydra_types(tree)
         return pickle.dumps(merge_into_schema(tree)) if OmegaConf.get_type(tree) is Config else None
-    except (ValueError, OmegaConfBaseException):
+    except OmegaConfBaseException:
         return None
 
 

@@ -8,8 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -370,29 +368,15 @@ def _delete_in_part(folder: Path) -> None:
         (lambda folder: None, False),
     ],
 )
-def test_watchdog_ends_a_process_whose_run_folder_is_deleted_moved_or_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], is_gone: bool
+def test_run_folder_counts_as_gone_when_it_is_deleted_moved_or_replaced(
+    tmp_path: Path, change: Callable[[Path], None], is_gone: bool
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").touch()
-    ended = threading.Event()
-    calls: list[str] = []
-
-    def leave() -> None:
-        calls.append("exit")
-        ended.set()
-
-    monkeypatch.setattr(watchdog, "FOLDER", 0.01)
-    monkeypatch.setattr(watchdog, "_exit", leave)
-    before_exit = partial(calls.append, "before exit")
-    with watchdog.Watchdog(
-        resolved().parallel, folder, Ranks(), None, StringIO(), before_exit
-    ) as beats:
+    with RunFolder(folder) as place:
         change(folder)
-        assert ended.wait(5 if is_gone else 0.3) == is_gone
-    assert not beats.alarm
-    assert calls[:2] == (["before exit", "exit"] if is_gone else [])
+        assert place.is_gone() == is_gone
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class MachineReport:
     # GPUs of this process, or the reason why torch can use none.
     cuda: Driver = field(default_factory=hardware.cuda)
     driver: str | None = field(default_factory=nvidia.driver_version)
-    torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor.probe"))
+    torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor"))
     cores: int = field(default_factory=hardware.cores)
     # Free bytes in /dev/shm, through which loader workers pass batches. None on a system without
     # it.
@@ -283,3 +283,25 @@ def _storage(facts: MachineReport) -> list[Finding]:
             "paths.output_dir=…"
         )
     return [memory, disk]
+
+
+def print_torch() -> None:
+    """Print the versions of torch and timm and the devices that torch sees, as one line of JSON. A
+    separate process runs this function, because a broken torch may crash.
+    """
+    # Import timm too, because it loads torchvision, which may not match this version of torch.
+    import timm
+    import torch
+
+    report = {
+        "version": torch.__version__,
+        "timm": timm.__version__,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": torch.backends.mps.is_available(),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    print_torch()
