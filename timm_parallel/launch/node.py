@@ -19,20 +19,20 @@ from timm_parallel.faults.heartbeat import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.launch import nodes
 from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
-from timm_parallel.launch.rendezvous import Rendezvous, ranks_store
+from timm_parallel.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_store
 from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.imports import imports_without_gc
-from timm_parallel.machine.lock import PATIENCE_SECONDS, lock_folder
+from timm_parallel.machine.lock import is_locked, lock_folder, owner_of
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Node 0 waits for an earlier start of the job, and the other nodes wait for node 0. Node 0 gives up
-# this many seconds before the other nodes do.
+# Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
+# up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
 # Seconds for the other nodes to report how their ranks ended.
 REPORT_SECONDS = 6.0
@@ -59,12 +59,9 @@ def main(folder: Path, origin: Path) -> int:
             )
         folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
-        patience = PATIENCE_SECONDS
-        if _is_restart():
-            # Wait for an earlier start of this job, whose processes outlive a slurmd daemon that
-            # died. Give up before the other nodes do, which wait for start_timeout.
-            patience = max(patience, config.parallel.start_timeout - LEAVE_FIRST_SECONDS)
-        with lock_folder(folder, patience):
+        if not _earlier_start_has_ended(folder, config.parallel.start_timeout):
+            return NODE_LOST
+        with lock_folder(folder):
             if origin != folder:
                 # Copy config.yaml as text, so that references to environment variables stay
                 # unresolved.
@@ -80,6 +77,34 @@ def main(folder: Path, origin: Path) -> int:
             raise
         print(f"node: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if lost_another else 2
+
+
+def _earlier_start_has_ended(folder: Path, start_timeout: float) -> bool:
+    """Wait while an earlier attempt of this Slurm job holds the lock of the run folder. Return
+    False if the lock is still held after start_timeout minus LEAVE_FIRST_SECONDS.
+    """
+    # Wait only for an earlier attempt of the same job, whose processes outlive a slurmd daemon that
+    # died. Give up before the other nodes do, which wait for start_timeout.
+    same_job = f" of Slurm job {os.environ.get('SLURM_JOB_ID')}"
+    if not _is_restart() or not is_locked(folder) or not owner_of(folder).endswith(same_job):
+        return True
+    seconds = max(0.0, start_timeout - LEAVE_FIRST_SECONDS)
+    in_use = f"node: {folder}: in use by {owner_of(folder)}, an earlier start of this job"
+    print(
+        f"{in_use}; waiting up to {seconds:.0f} s for that process to exit",
+        file=sys.stderr,
+        flush=True,
+    )
+    deadline = time.monotonic() + seconds
+    while is_locked(folder):
+        if time.monotonic() > deadline:
+            print(
+                f"{in_use}, still after {seconds:.0f} s; Slurm queues this job again",
+                file=sys.stderr,
+            )
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _is_restart() -> bool:

@@ -45,7 +45,7 @@ def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[No
         lock.acquire()
     except Timeout:
         raise ValueError(
-            f"{folder}: in use by {_owner_of(folder)}; wait for it, stop it, or use another folder"
+            f"{folder}: in use by {owner_of(folder)}; wait for it, stop it, or use another folder"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -96,7 +96,7 @@ def _sign(descriptor: int) -> None:
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
 
 
-def _owner_of(folder: Path) -> str:
+def owner_of(folder: Path) -> str:
     """Describe the process that holds the lock of a folder, by pid, host and Slurm job. Return
     `another process` if the lock file does not say this.
     """
