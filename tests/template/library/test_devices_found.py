@@ -217,6 +217,10 @@ def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     with pytest.raises(ValueError, match="accelerator=cuda") as refusal:
         resolve(composed("parallel.accelerator=cuda"))
     assert reason in str(refusal.value)
+    # Absent or hidden GPUs are no problem.
+    assert ask(monkeypatch, None, shown=False) == Driver()
+    for hidden in ("", "-1"):
+        assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
 @pytest.mark.parametrize(
@@ -248,14 +252,6 @@ def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
         notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu")))
         == []
     )
-
-
-def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert ask(monkeypatch, None, shown=False) == Driver()
-    for hidden in ("", "-1"):
-        assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
 def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:

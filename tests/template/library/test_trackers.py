@@ -233,19 +233,15 @@ def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
     ]
 
 
-def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
-    first, second = (
-        Tracker(ResolvedConfig(), tmp_path, 0).run_id(partial(str, id)) for id in ("a1", "b2")
-    )
-    assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
-
-
-def test_tracker_names_a_sweep_after_task_name_and_the_folder_with_jobs_json(
+def test_tracker_keeps_its_run_id_in_the_run_folder_and_names_a_sweep_after_task_and_folder(
     tmp_path: Path,
 ) -> None:
     sweep = tmp_path / "2026-01-01" / "12-00-00"
-    (sweep / "0").mkdir(parents=True)
-    job = Tracker(ResolvedConfig(task_name="flowers"), sweep / "0", 0)
+    folder = sweep / "0"
+    folder.mkdir(parents=True)
+    job = Tracker(ResolvedConfig(task_name="flowers"), folder, 0)
+    assert [job.run_id(partial(str, name)) for name in ("a1", "b2")] == ["a1", "a1"]
+    assert (folder / "trackers" / "tracker.txt").read_text() == "a1"
     assert job.sweep is None
     (sweep / "jobs.json").write_text("{}")
     assert job.sweep == "flowers 2026-01-01 12-00-00"

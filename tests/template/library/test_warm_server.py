@@ -131,8 +131,10 @@ def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "sweep"
-    words = ("parallel=single", "train.epochs=40", "train.evaluate_every=0")
-    words += ("checkpoint.every_steps=5",)
+    words = (
+        *("parallel=single", "train.epochs=40"),
+        *("train.evaluate_every=0", "checkpoint.every_steps=5"),
+    )
     sweep = ("seed=1,2", f"hydra.sweep.dir={folder}")
     command = [sys.executable, "train.py", "-m", *tiny(*words), *sweep]
     running = subprocess.Popen(
