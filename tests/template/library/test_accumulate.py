@@ -12,7 +12,6 @@ import pytest
 from tests.template.runs import ROOT, resolved, run_warm, tiny
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.config.compose import (
-    asks_for_accumulate,
     compose_command,
     load_config,
     save_config,
@@ -43,9 +42,6 @@ DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
 
 
 def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
-    """Build environment variables that make a rank run out of memory in the forward
-    pass of a step.
-    """
     return {
         "FAULT": f"no_memory:{rank}:{step}:the forward pass",
         "FAULT_MARK": str(mark),
@@ -81,7 +77,7 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.processes
-def test_accumulate_auto_trains_the_same_weights_as_an_equal_train_accumulate_set_by_hand(
+def test_accumulate_auto_trains_like_train_accumulate_by_hand_and_is_reported_as_asked_for(
     halved: Path, tmp_path: Path
 ) -> None:
     by_hand = run_warm(tmp_path / "run", *DDP, "data.batch_size=16", "train.accumulate=2")
@@ -90,20 +86,21 @@ def test_accumulate_auto_trains_the_same_weights_as_an_equal_train_accumulate_se
     assert (found.steps, found.samples_seen) == (6, 192)
     assert found.parameters_hash == expected.parameters_hash
     assert found.parameters_hash is not None
+    (record,) = collect([halved])
+    assert record.config["train.accumulate"] == 1
+    assert record.config["data.batch_size"] == record.integer("batch_size") == 32
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("again", [(), ("train.accumulate=auto", "data.batch_size=32")])
-def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(
-    halved: Path, again: tuple[str, ...]
-) -> None:
-    command = compose_run(parse(f"resume={halved}", "train.epochs=2", *again))
-    config = resolve(command.config)
-    folder = folder_to_resume(config, command.config)
-    assert folder == halved
-    config = keep_chosen(config, load_config(halved), command.config.train.accumulate == "auto")
-    assert (config.train.accumulate, config.data.batch_size) == (2, 16)
-    check_resumable(config, halved)
+def test_resumed_run_keeps_the_number_of_batches_that_accumulate_auto_found(halved: Path) -> None:
+    for again in ((), ("train.accumulate=auto", "data.batch_size=32")):
+        command = compose_run(parse(f"resume={halved}", "train.epochs=2", *again))
+        config = resolve(command.config)
+        folder = folder_to_resume(config, command.config)
+        assert folder == halved
+        config = keep_chosen(config, load_config(halved), command.config.train.accumulate == "auto")
+        assert (config.train.accumulate, config.data.batch_size) == (2, 16)
+        check_resumable(config, halved)
 
 
 def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_found(
@@ -132,24 +129,6 @@ def test_evaluation_under_torchrun_ignores_accumulate_auto_of_an_experiment_file
     overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
     config = compose_evaluation(None, overrides, Ranks(0, 2, 0, 2))
     assert (config.train.accumulate, config.parallel.devices) == (1, 2)
-
-
-@pytest.mark.processes
-def test_report_lists_the_requested_batch_size_of_a_run_with_accumulate_auto(halved: Path) -> None:
-    (record,) = collect([halved])
-    assert record.config["train.accumulate"] == 1
-    assert record.config["data.batch_size"] == record.integer("batch_size") == 32
-
-
-def test_asks_for_accumulate_returns_true_only_for_a_run_with_accumulate_auto(
-    tmp_path: Path,
-) -> None:
-    for value in ("auto", "2"):
-        command = compose_command(parse(*tiny(f"train.accumulate={value}", "tags=[auto]")))
-        save_hydra_files(command.tree, tmp_path / value)
-    assert asks_for_accumulate(tmp_path / "auto")
-    assert not asks_for_accumulate(tmp_path / "2")
-    assert not asks_for_accumulate(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,26 @@
-"""Tests of sweeps with repeats, which are randomized complete block designs. Each repeat runs every
-configuration once, in random order.
+"""Tests of the configs and repeats of sweeps. Repeats are randomized complete block designs: each
+repeat runs every configuration once, in random order.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
-from timm_parallel.app import root
-from timm_parallel.config.compose import load_config
+from tests.template.runs import tiny
+from timm_parallel.config.compose import Command, compose_command, load_config
+from timm_parallel.config.explain import explain
 from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.analysis.sequential import FIRST
 from timm_parallel.lab.analysis.settings import can_stop
@@ -27,12 +29,14 @@ from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
 from timm_parallel.lab.sweep.blocks import append_block, check_blocks, count_repeats, freeze_jobs
-from timm_parallel.lab.sweep.points import Point, expand
+from timm_parallel.lab.sweep.composer import Composer
+from timm_parallel.lab.sweep.points import Point, expand, make_point
 from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
 from timm_parallel.launch.resume import compose_run
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.jobs import Job, Jobs, read_jobs
 from timm_parallel.record.result import Result
+from timm_parallel.testing.configs import conf, parse
 
 SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
 
@@ -50,7 +54,6 @@ def five() -> list[Point]:
 
 
 def blocks_of(jobs: Jobs) -> list[list[Job]]:
-    """Return a list with the jobs of each repeat, in the order in which the jobs run."""
     return [[job for job in jobs.jobs if job.block == number] for number in range(jobs.num_blocks)]
 
 
@@ -60,8 +63,8 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
     return read_jobs(folder)
 
 
-@pytest.mark.slow(seconds=1)
-def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
+@pytest.mark.slow(seconds=3)
+def test_sweep_repeat_runs_every_configuration_once_with_a_seed_before_the_next_repeat(
     tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five)
@@ -73,9 +76,10 @@ def test_sweep_repeat_runs_every_configuration_once_before_the_next_repeat(
         assert sorted(runnable) == sorted(
             tuple(point.overrides) for point in five if not point.reason
         )
-    assert sum(job.status == "skipped" for job in jobs.jobs) == 1, (
-        "the impossible configuration must be skipped once, not in each block"
-    )
+    assert sum(job.status == "skipped" for job in jobs.jobs) == 1
+    later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
+    assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
+    assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
 
 
 @pytest.mark.slow(seconds=3)
@@ -129,36 +133,38 @@ def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_
     }
 
 
-@pytest.mark.slow(seconds=2)
-def test_hydra_config_of_second_sweep_repeat_records_the_seed_of_that_repeat(
-    tmp_path: Path, five: list[Point]
+def check(overrides: str) -> None:
+    swept = points(*overrides.split())
+    check_blocks(swept, swept[0].config.sweep)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("parallel=single,ddp sweep.repeats=many", r"^sweep\.repeats=many: .*$"),
+        ("parallel=single,ddp sweep.repeats=0", r"^sweep\.repeats=0: .*$"),
+        ("seed=1,2 sweep.repeats=3", r"sweep\.repeats=3: .*seed"),
+        (
+            'optim.lr=0.1,0.2 sweep.baseline="optim.lr=9"',
+            r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$",
+        ),
+        (
+            "optim.lr=0.1,0.2 sweep.repeats=auto cluster=slurm",
+            r"^sweep\.repeats=auto: cluster=slurm .* number$",
+        ),
+    ],
+)
+def test_sweep_with_unsuitable_repeats_or_baseline_is_refused_in_one_line(
+    overrides: str, message: str
 ) -> None:
-    jobs = frozen(tmp_path, five, repeats=2)
-    later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
-    assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
-    assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
+    with pytest.raises(ValueError, match=message):
+        check(overrides)
 
 
-@pytest.mark.parametrize("value", ["many", "0"])
-def test_invalid_value_of_sweep_repeats_is_refused_in_one_line(value: str) -> None:
-    with pytest.raises(ValueError, match=rf"^sweep\.repeats={value}: .*$"):
-        points(f"sweep.repeats={value}", "parallel=single,ddp")
-
-
-def test_sweep_over_seed_is_refused_when_sweep_repeats_is_greater_than_1() -> None:
-    swept = points("seed=1,2")
-    with pytest.raises(ValueError, match=r"sweep\.repeats=3: .*seed"):
-        check_blocks(swept, SweepConfig(repeats=3))
-    check_blocks(swept, SweepConfig())
-
-
-def test_sweep_is_refused_when_no_configuration_matches_sweep_baseline() -> None:
-    swept = points("optim.lr=0.1,0.2")
-    check_blocks(swept, SweepConfig(baseline="optim.lr=2e-1"))
-    with pytest.raises(
-        ValueError, match=r"^sweep\.baseline=optim\.lr=9: .*optim\.lr=0\.1; optim\.lr=0\.2$"
-    ):
-        check_blocks(swept, SweepConfig(baseline="optim.lr=9"))
+def test_sweep_with_suitable_repeats_and_baseline_is_accepted() -> None:
+    check("seed=1,2")
+    check('optim.lr=0.1,0.2 sweep.baseline="optim.lr=2e-1"')
+    check("optim.lr=0.1,0.2 sweep.repeats=auto")
 
 
 # Accuracy of each learning rate in repeat 0 to 11: the baseline, one that is better, one that is
@@ -175,7 +181,6 @@ ACCURACIES: dict[float, Callable[[int], float | None]] = {
 
 
 def auto_sweep(folder: Path, rates: str = "0.1,0.2,0.3,0.4", **changes: object) -> Path:
-    """Write the folder of a sweep that adds repeats until its comparisons are decided."""
     overrides = [f"optim.lr={rates}", "parallel=single", 'sweep.baseline="optim.lr=0.1"']
     swept = points(*overrides, *(f"sweep.{key}={value}" for key, value in changes.items()))
     folder.mkdir(exist_ok=True)
@@ -266,13 +271,6 @@ def test_sweep_adds_repeats_only_if_settings_are_compared_by_a_metric(
     assert can_stop(configs) == expected
 
 
-def test_cluster_that_is_asked_to_add_repeats_is_refused() -> None:
-    swept = points("optim.lr=0.1,0.2", "sweep.repeats=auto", "cluster=slurm")
-    with pytest.raises(ValueError, match=r"^sweep\.repeats=auto: cluster=slurm .* number$"):
-        check_blocks(swept, swept[0].config.sweep)
-    check_blocks(points("optim.lr=0.1,0.2", "sweep.repeats=auto"), SweepConfig())
-
-
 @pytest.mark.slow(seconds=3)
 def test_sweep_adds_repeats_of_the_settings_that_are_not_decided_and_of_the_baseline(
     tmp_path: Path,
@@ -294,13 +292,17 @@ def test_sweep_adds_repeats_of_the_settings_that_are_not_decided_and_of_the_base
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_ends_at_its_largest_number_of_repeats(tmp_path: Path) -> None:
-    folder = auto_sweep(tmp_path, rates="0.1,0.5", max_repeats=6)
+@pytest.mark.parametrize(("key", "repeats"), [("max_repeats", 6), ("repeats", 4)])
+def test_sweep_ends_at_its_largest_or_fixed_number_of_repeats(
+    tmp_path: Path, key: str, repeats: int
+) -> None:
+    folder = auto_sweep(tmp_path, "0.1,0.5", **{key: repeats})
     jobs = run_sweep(folder)
-    assert seeds_of(jobs) == {0.1: 6, 0.5: 6}
+    assert seeds_of(jobs) == {0.1: repeats, 0.5: repeats}
     [group] = compare(collect([folder]), [folder]).settings
     # Only the last of all possible repeats tells which difference could have been shown.
     assert group.contrasts[0].detectable is not None and not group.undecided
+    assert bool(group.stops) == (key == "max_repeats"), "a fixed number is tested once"
 
 
 @pytest.mark.slow(seconds=2)
@@ -338,35 +340,82 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     ]
 
 
+@cache
+def command() -> Command:
+    return compose_command(parse("-m", "model=resnet18"))
+
+
+def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
+    try:
+        if composer is None:
+            tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
+        else:
+            tree, merged = composer.compose(overrides)
+        point = make_point(tree, overrides, 3, merged)
+    except HydraException as error:
+        return explain(error, overrides)
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return (
+        OmegaConf.to_yaml(tree),
+        flags(tree),
+        vars(tree._metadata)["resolver_cache"],
+        point.config,
+        point.subdir,
+    )
+
+
+def flags(tree: DictConfig) -> list[Any]:
+    names = ("hydra", "optim", "model.kwargs", "tags")
+    parts = [tree, *(part for name in names if (part := OmegaConf.select(tree, name)) is not None)]
+    return [
+        (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
+        for part in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    "word", ["optim.lr=0.5", "seed=7", "optim.unknown=1", "tags=[1,x]", "parallel=ddp"]
+)
+def test_sweep_composer_matches_full_hydra_composition_without_schema_in_defaults(
+    tmp_path: Path, word: str
+) -> None:
+    main = "defaults: [_self_, {parallel: single}]\noptim: {lr: '0.1'}\nseed: 1\ntags: [1]\n"
+    folder = conf(
+        tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n"
+    )
+    command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
+    assert composed([word], command, Composer(command)) == composed([word], command, None)
+
+
 @pytest.mark.slow(seconds=1)
-def test_fixed_number_of_repeats_is_tested_once(tmp_path: Path) -> None:
-    folder = auto_sweep(tmp_path, "0.1,0.4", repeats=4)
-    jobs = run_sweep(folder)
-    assert seeds_of(jobs) == {0.1: 4, 0.4: 4}
-    [group] = compare(collect([folder]), [folder]).settings
-    assert not group.stops
+def test_sweep_composer_runs_full_hydra_composition_once_per_choice_of_config_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full: list[list[str]] = []
+    load = ConfigLoaderImpl.load_sweep_config
+
+    def counted(loader: Any, tree: DictConfig, overrides: list[str]) -> DictConfig:
+        full.append(overrides)
+        return load(loader, tree, overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
+    words = (
+        "optim.lr=1e-3,1e-4",
+        "model=tiny,vit_tiny",
+        "seed=1,2",
+        "parallel=single",
+        "+optim.kwargs.eps=1e-6",
+    )
+    _, points = expand(parse("-m", *words))
+    assert len(points) == 8
+    assert full == [["model=tiny", "parallel=single"], ["model=vit_tiny", "parallel=single"]]
 
 
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.slow(seconds=40)
-def test_killed_sweep_goes_on_until_its_comparisons_are_decided(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    words = ["optim.lr=1e-2,1e-3", 'sweep.baseline="optim.lr=1e-2"', "train.max_steps=2"]
-    words += [*SMALL, "parallel=single", f"hydra.sweep.dir={folder}"]
-    command = [sys.executable, str(root() / "train.py"), "-m"]
-    sweep = subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while len(list(folder.glob("*_block_*/result.json"))) < 3 and time.monotonic() < until:
-        time.sleep(0.02)
-    sweep.kill()
-    sweep.wait()
-    done = {path: path.stat().st_mtime_ns for path in folder.glob("*_block_*/result.json")}
-    assert 3 <= len(done) < 2 * FIRST
-    subprocess.run([*command, f"sweep.resume={folder}"], check=True, stdout=subprocess.DEVNULL)
-    jobs = read_jobs(folder)
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert {job.status for job in jobs.jobs} == {"done"}
-    [group] = compare(collect([folder]), [folder]).settings
-    assert group.stops and not group.undecided
-    assert len(jobs.jobs) == 2 * group.contrasts[0].n >= 2 * FIRST
+def test_sweep_of_data_image_size_accepts_height_width_pairs_next_to_single_numbers() -> None:
+    words = tiny(
+        "parallel=single", "parallel.accelerator=cpu", "data.image_size=[16,24],[24,16],32"
+    )
+    _, points = expand(parse("-m", *words))
+    sizes = [vars(point.config.data)["image_size"] for point in points]
+    assert sizes == [[16, 24], [24, 16], 32]

@@ -39,25 +39,22 @@ def draw_images(root: Path, *folders: str, count: int = 5) -> Path:
 
 
 def checked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Run scripts/check_data.py and return (exit code, contents of check.json)."""
     code = entry.main([*words, f"output={folder / 'check.json'}", f"page={folder / 'check.html'}"])
     return code, json.loads((folder / "check.json").read_text(encoding="utf-8"))
 
 
 def names(groups: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """Return the images of each group as texts `<split>: <class folder>/<file>`."""
     return [
         [f"{image['split']}: {'/'.join(Path(image['file']).parts[-2:])}" for image in group]
         for group in groups
     ]
 
 
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
-    """Run scripts/check_data.py on a folder with every kind of problem."""
-    root = draw_images(
-        tmp_path_factory.mktemp("data"), "train/cat", "train/dog", "train/elk", "val/cat", "val/dog"
-    )
+@processes
+def test_check_data_reports_problems_counts_and_sizes_and_shows_the_images_on_a_page(
+    tmp_path: Path,
+) -> None:
+    root = draw_images(tmp_path, "train/cat", "train/dog", "train/elk", "val/cat", "val/dog")
     shutil.copy(root / "train/cat/0.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/1.jpg", root / "train/cat/again <b>.jpg")
     shutil.copy(root / "train/dog/2.jpg", root / "train/elk/mislabeled.jpg")
@@ -65,14 +62,6 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, An
     (root / "train/dog/text.png").write_text("not an image")
     Image.new("L", (30, 40)).save(root / "train/dog/grey.png")
     code, report = checked(root, "data=folder", f"data.root={root}")
-    return code, report, (root / "check.html").read_text(encoding="utf-8")
-
-
-@processes
-def test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images(
-    damaged: tuple[int, dict[str, Any], str],
-) -> None:
-    code, report, _ = damaged
     assert code == 1
     problems = report["problems"]
     assert names(problems["unreadable"]) == [["train: dog/text.png"], ["train: dog/torn.jpg"]]
@@ -83,13 +72,6 @@ def test_check_data_finds_unreadable_leaked_duplicate_and_mislabeled_images(
     ]
     assert names(problems[LABELS]) == [["train: dog/2.jpg", "train: elk/mislabeled.jpg"]]
     assert [image["labels"] for image in problems[LABELS][0]] == [["dog"], ["elk"]]
-
-
-@processes
-def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
-    damaged: tuple[int, dict[str, Any], str],
-) -> None:
-    _, report, _ = damaged
     measures = report["measures"]
     rarest_first = [
         ("elk", {"train": 6, "val": 0}),
@@ -103,20 +85,12 @@ def test_check_data_reports_class_counts_and_image_sizes_of_each_split(
     assert measures["width: min, median, max"]["train"] == [9, 11, 30]
     assert measures["height: min, median, max"]["train"] == [8, 10, 40]
     assert measures["images per class: min, median, max"] == {"train": [6, 6, 8], "val": [0, 5, 6]}
-
-
-@processes
-def test_check_data_page_embeds_thumbnails_and_escapes_file_names(
-    damaged: tuple[int, dict[str, Any], str],
-) -> None:
-    _, report, page = damaged
+    page = (root / "check.html").read_text(encoding="utf-8")
     assert all(
         source.startswith("data:image/jpeg;base64,")
         for source in re.findall(r'(?:src|href)="([^"]*)"', page)
     )
-    equal = sum(
-        len(group) for kind in (LEAKS, DUPLICATES, LABELS) for group in report["problems"][kind]
-    )
+    equal = sum(len(group) for kind in (LEAKS, DUPLICATES, LABELS) for group in problems[kind])
     # The page shows at most four thumbnails per class, and no thumbnail of an unreadable image.
     assert equal + 3 * 3 <= page.count("<img ") <= equal + 3 * 4
     assert "again &lt;b&gt;.jpg" in page and "again <b>" not in page
@@ -182,15 +156,6 @@ def test_check_data_reports_groups_in_two_splits_and_repeated_paths_of_a_csv(
     assert report["problems"][LEAKS] == []
 
 
-@processes
-def test_check_data_exits_1_when_a_split_lacks_a_class(tmp_path: Path) -> None:
-    root = draw_images(tmp_path, "train/cat", "train/dog", "val/cat")
-    code, report = checked(tmp_path, "data=folder", f"data.root={root}")
-    assert code == 1
-    assert not any(report["problems"].values())
-    assert report["measures"][ABSENT] == {"train": 0, "val": 1}
-
-
 @pytest.mark.slow(seconds=1)
 def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path) -> None:
     words = ("data.kwargs.num_samples=400", "+data.kwargs.in_chans=1", "data.image_size=1")
@@ -229,11 +194,18 @@ def test_check_data_exits_2_with_one_line_when_an_argument_is_invalid(
     assert key.format(folder=tmp_path) in err
 
 
-def test_check_data_reports_no_class_counts_for_regression_targets() -> None:
-    images = [
-        CheckedImage("train", n, f"{n}", (f"{n / 7}",), 8, 8, "RGB", f"{n}") for n in range(5)
-    ]
+def checked_image(split: str, number: int, label: str) -> CheckedImage:
+    return CheckedImage(split, number, f"{number}", (label,), 8, 8, "RGB", f"{number}")
+
+
+def test_check_data_counts_the_images_of_classes_but_not_of_regression_targets() -> None:
+    images = [checked_image("train", number, f"{number / 7}") for number in range(5)]
     report = summarize(["brightness"], ["train"], images)
     assert not report.has_problems
     assert report.classes == {}
     assert ABSENT not in report.measures
+    labels = [("train", "cat"), ("train", "dog"), ("val", "cat")]
+    images = [checked_image(split, number, label) for number, (split, label) in enumerate(labels)]
+    report = summarize(["cat", "dog"], ["train", "val"], images)
+    assert report.has_problems and not any(report.problems.values())
+    assert report.measures[ABSENT] == {"train": 0, "val": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +23,11 @@ from timm_parallel.config.cluster import cluster_rules, gpus_of_gres
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.validate import refuse
 from timm_parallel.entry import run_command
+from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ClusterConfig, ParallelConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.testing.configs import conf
 
 OVERRIDES = ("model=tiny", "data.batch_size=32", "print_config=false")
 NODES = ("cluster.nodes=2", "parallel=ddp")
@@ -35,7 +39,6 @@ Main = Callable[..., tuple[int, str, str]]
 def main(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Main:
-    """Return a function that runs main of train.py, on a machine with 8 GPUs and 96 cores."""
     monkeypatch.chdir(tmp_path)
     for name in (*NEEDED, "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -86,30 +89,18 @@ def test_slurm_job_script_contains_given_options(main: Main) -> None:
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
 
 
-def test_auto_devices_and_threads_follow_cluster_nodes_not_the_submitting_machine(
+def test_auto_devices_threads_and_paths_are_those_of_the_nodes_not_of_the_submitting_machine(
     main: Main,
 ) -> None:
-    script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32")
+    data = ("data=folder", "data.root=/on/the/nodes", "data.image_size=32")
+    weights = "model.weights=/on/the/nodes/too.pt"
+    script(main, *NODES, "cluster.gpus=4", "cluster.cpus=32", *data, weights)
     parallel = load_config(Path("run")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.backend) == (8, "cuda", "nccl")
     assert parallel.threads_per_device == 8
-
-
-def test_threads_per_device_follow_cluster_cpus_when_nodes_have_no_gpus(main: Main) -> None:
-    script(main, *NODES, "cluster.cpus=3")
-    parallel = load_config(Path("run")).parallel
+    script(main, *NODES, "cluster.cpus=3", "hydra.run.dir=cpu")
+    parallel = load_config(Path("cpu")).parallel
     assert (parallel.devices, parallel.accelerator, parallel.threads_per_device) == (2, "cpu", 3)
-
-
-def test_slurm_submission_does_not_check_data_and_weight_paths(main: Main) -> None:
-    script(
-        main,
-        "hydra.run.dir=run",
-        "data=folder",
-        "data.root=/on/the/nodes",
-        "data.image_size=32",
-        "model.weights=/on/the/nodes/too.pt",
-    )
 
 
 @pytest.mark.parametrize(
@@ -187,24 +178,6 @@ def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
     assert held == ["job.sbatch"]
 
 
-@pytest.mark.parametrize(
-    ("code", "place"),
-    [("setup: touch pwned", "command"), ("extra: ['#SBATCH --exclusive']", "file")],
-)
-def test_cluster_keys_with_shell_code_are_refused(
-    main: Main, tmp_path: Path, code: str, place: str
-) -> None:
-    key, _, value = code.partition(": ")
-    (tmp_path / "theirs" / "experiment").mkdir(parents=True)
-    text = f"# @package _global_\ncluster: {{{code}}}\n"
-    (tmp_path / "theirs" / "experiment" / "odd.yaml").write_text(text)
-    in_file = ("--config-dir", str(tmp_path / "theirs"), "experiment=odd")
-    overrides = in_file if place == "file" else (f'cluster.{key}="{value}"',)
-    exit_code, _, err = main(*overrides, "cluster=slurm", "cluster.submit=false")
-    assert exit_code == 2 and f"cluster.{key}" in err and len(err.splitlines()) == 1
-    assert not Path("run").exists()
-
-
 def job(scheduler: str = "slurm", **keys: Any) -> Config:
     parallel = {
         key: keys.pop(key) for key in list(keys) if key in ParallelConfig.__dataclass_fields__
@@ -247,34 +220,52 @@ def test_error_for_invalid_cluster_settings_names_the_key(config: Config, messag
         refuse(iter([*cluster_rules(config)]))
 
 
+ODD = "# @package _global_\ncluster: {extra: ['#SBATCH --exclusive']}\n"
+OF_TORCHRUN = {name: {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "1") for name in NEEDED}
+OF_SRUN = {
+    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    "SLURM_NODEID": "0",
+}
+SUBMIT = ("cluster=slurm", "cluster.submit=false")
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "variables", "message"),
     [
-        (NODES, "cluster.nodes=2: cluster=local "),
-        (("cluster=slurm", "-m", "seed=1,2"), "cluster=slurm: sbatch is not installed"),
-        ((*KUBERNETES, "-m", "seed=1,2"), "cluster=kubernetes: "),
-        (("cluster=slurm",), "cluster=slurm: sbatch is not installed"),
+        (NODES, {}, "cluster.nodes=2: cluster=local "),
+        (("cluster=slurm",), {}, "cluster=slurm: sbatch is not installed"),
+        (("cluster=slurm", "-m", "seed=1,2"), {}, "cluster=slurm: sbatch is not installed"),
+        ((*KUBERNETES, "-m", "seed=1,2"), {}, "cluster=kubernetes: "),
+        # A config must not hold code of a shell.
+        ((*SUBMIT, 'cluster.setup="touch pwned"'), {}, "cluster.setup"),
+        ((*SUBMIT, "--config-dir", "theirs", "experiment=odd"), {}, "cluster.extra"),
+        (SUBMIT, OF_TORCHRUN, "cluster=slurm: .*python"),
+        # The fix names srun, which started the ranks, and not torchrun.
+        (("parallel=single",), OF_SRUN, "^(?!.*torchrun).*srun"),
+        (("parallel=ddp", "parallel.devices=4"), OF_SRUN, "^(?!.*torchrun).*srun"),
     ],
 )
 def test_refused_cluster_job_does_not_create_a_run_folder(
-    main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
+    main: Main,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    variables: dict[str, str],
+    message: str,
 ) -> None:
+    conf(tmp_path / "theirs", experiment__odd=ODD)
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
+    )
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     code, _, err = main(*overrides)
     # A slow machine shows how many jobs of a sweep are composed.
     lines = [line for line in err.splitlines() if not line.startswith("composing: ")]
-    assert code == 2 and len(lines) == 1 and message in lines[0], err
+    assert code == 2 and len(lines) == 1 and re.search(message, lines[0]), err
     assert not Path("run").exists()
-
-
-def test_cluster_slurm_is_refused_under_torchrun(
-    main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in NEEDED:
-        monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "1"))
-    code, _, err = main("cluster=slurm", "cluster.submit=false")
-    assert code == 2 and err.startswith("train.py: cluster=slurm: ") and not Path("run").exists()
-    assert "python" in err, "the fix must name the command"
 
 
 @pytest.mark.parametrize(
@@ -285,94 +276,37 @@ def test_number_of_gpus_is_parsed_from_slurm_gres(gres: str | None, count: int) 
     assert gpus_of_gres(ClusterConfig(gres=gres)) == count
 
 
-@pytest.mark.parametrize(
-    "overrides", [("parallel=single",), ("parallel=ddp", "parallel.devices=4")]
-)
-def test_error_suggests_srun_instead_of_torchrun_when_srun_started_the_ranks(
-    main: Main, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
-) -> None:
-    step = {
-        "STEP_ID": "0",
-        "STEP_NUM_TASKS": "2",
-        "STEP_NUM_NODES": "1",
-        "STEP_TASKS_PER_NODE": "2",
-    }
-    for name, value in {**step, "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(
-        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
-    )
-    code, _, err = main(*overrides)
-    assert code == 2 and "srun" in err and "torchrun" not in err, err
-
-
-def body(folder: str) -> dict[str, Any]:
-    whole: dict[str, Any] = yaml.safe_load((Path(folder) / "config.yaml").read_text())
-    whole.pop("cluster")
-    return whole
-
-
 @pytest.mark.slow(seconds=2)
 def test_config_yaml_is_identical_for_local_slurm_and_kubernetes_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    same = (
-        "parallel=ddp",
-        "parallel.devices=2",
-        "parallel.accelerator=cpu",
-        "parallel.threads_per_device=1",
-    )
-    monkeypatch.setattr(
-        "timm_parallel.launch.job.run_ranks", lambda *_, **__: (_ for _ in ()).throw(SystemExit(0))
-    )
-    starts = {
-        "local": (),
-        "slurm": ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"),
-        "pods": KUBERNETES,
-    }
-    for name, overrides in starts.items():
-        try:
-            code, _, err = main(*same, *overrides, f"hydra.run.dir={name}")
-            assert code == 0, err
-        except SystemExit:
-            assert name == "local"
-    assert body("local") == body("slurm") == body("pods")
+    monkeypatch.setattr("timm_parallel.launch.job.run_ranks", lambda *_, **__: RankExits())
+    ranks = ("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+    bodies = []
+    for overrides in ((), ("cluster=slurm", "cluster.submit=false", "cluster.nodes=2"), KUBERNETES):
+        main(*ranks, "parallel.threads_per_device=1", *overrides)
+        bodies.append(yaml.safe_load(Path("run/config.yaml").read_text()))
+        bodies[-1].pop("cluster")
+        shutil.rmtree("run")
+    assert bodies[0] == bodies[1] == bodies[2]
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> list[dict[str, Any]]:
-    config = job(
-        "kubernetes",
-        image="me/train:1",
-        claim="outputs",
-        nodes=2,
-        gpus=1,
-        memory="8G",
-        namespace="team",
-    )
+def test_kubernetes_manifest_is_valid_with_nodes_gpus_memory_volume_and_config(
+    tmp_path: Path,
+) -> None:
+    pods = {"image": "me/train:1", "claim": "outputs", "namespace": "team"}
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    write_manifest(config, tmp_path)
-    return list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))
-
-
-def test_kubernetes_manifest_passes_schema_validation(documents: list[dict[str, Any]]) -> None:
+    write_manifest(job("kubernetes", **pods, nodes=2, gpus=1, memory="8G"), tmp_path)
+    documents = list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))
     assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
-    documents[-1]["spec"]["completion"] = 2
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(documents[-1], "1.31", strict=True)
-
-
-def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(
-    documents: list[dict[str, Any]],
-) -> None:
-    settings, service, job = documents
-    pod = job["spec"]["template"]["spec"]
+    settings, service, whole = documents
+    pod = whole["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    name = job["metadata"]["name"]
+    name = whole["metadata"]["name"]
     assert {document["metadata"]["namespace"] for document in documents} == {"team"}
-    assert (job["spec"]["completions"], job["spec"]["completionMode"]) == (2, "Indexed")
+    assert (whole["spec"]["completions"], whole["spec"]["completionMode"]) == (2, "Indexed")
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     assert pod["subdomain"] == service["metadata"]["name"], (
         "expected the service name, so that DNS resolves <job>-0.<service>"
@@ -388,10 +322,7 @@ def test_kubernetes_manifest_contains_nodes_gpus_memory_volume_and_config(
     assert settings["data"]["config.yaml"] == "seed: 1\n"
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["it's", '"quoted"', "a: b", "{x}", "007", "# no comment", "<&>"],
-)
+@pytest.mark.parametrize("value", ["it's", '"a": {b}', "007", "# no comment"])
 def test_kubernetes_manifest_quotes_every_value(tmp_path: Path, value: str) -> None:
     text = f"seed: 1\ntags: ['{value}', '{{{{ 7 * 6 }}}}']\n\tx: --- \n"
     (tmp_path / "config.yaml").write_text(text)
@@ -415,17 +346,13 @@ def test_waiting_for_a_slurm_job_array_returns_the_highest_exit_code_of_all_task
     """scontrol prints a line per task of the array. It soon omits finished tasks, and sometimes it
     does not respond.
     """
-    running, done, failed = (
-        "JobId=8 JobState=RUNNING ExitCode=0:0",
-        "JobState=COMPLETED ExitCode=0:0",
-        "ExitCode=3:0",
-    )
+    line = "JobId={} JobState={} ExitCode={}".format
+    still = line(9, "RUNNING", "0:0")
     looks: list[str | None] = [
-        f"{running}\nJobId=7 {done}",
+        "\n".join([line(8, "RUNNING", "0:0"), line(7, "COMPLETED", "0:0")]),
         None,
-        f"JobId=8 JobState=FAILED {failed}\nJobId=7 JobState=PREEMPTED ExitCode=0:15\nJobId=9 "
-        f"{running[8:]}",
-        f"JobId=9 {done}",
+        "\n".join([line(8, "FAILED", "3:0"), line(7, "PREEMPTED", "0:15")]) + f"\n{still}",
+        line(9, "COMPLETED", "0:0"),
     ]
 
     def scontrol(*command: str) -> str:

@@ -34,48 +34,34 @@ def run(folder: Path, losses: list[float], speed: float = 100.0, **result: Any) 
     return folder
 
 
-def test_compare_runs_compares_loss_but_not_time_speed_or_memory_metrics(tmp_path: Path) -> None:
-    (curve,) = compare_curves(
-        run(tmp_path / "a", [2.0, 1.0]), run(tmp_path / "b", [2.0, 1.0], speed=7.0), 0.0
-    )
-    assert (curve.name, curve.points, curve.largest, curve.differs_at) == (
-        "train/loss",
-        2,
-        0.0,
-        None,
-    )
-
-
-@pytest.mark.parametrize(("tolerance", "differs_at"), [(1e-2, None), (2e-3, 3), (1e-9, 2)])
-def test_compare_runs_names_the_first_step_beyond_the_tolerance(
-    tmp_path: Path, tolerance: float, differs_at: int | None
+@pytest.mark.parametrize(
+    ("one", "other", "tolerance", "largest", "differs_at"),
+    [
+        # Times, speeds and memory of the two runs differ, and are not compared.
+        ([2.0, 1.0], [2.0, 1.0], 0.0, 0.0, None),
+        ([2.0, 1.0, 0.5], [2.0, 1.001, 0.503], 1e-2, 0.003 / 0.503, None),
+        ([2.0, 1.0, 0.5], [2.0, 1.001, 0.503], 2e-3, 0.003 / 0.503, 3),
+        ([2.0, 1.0, 0.5], [2.0, 1.001, 0.503], 1e-9, 0.003 / 0.503, 2),
+        ([2.0, math.nan], [2.0, 1.0], 1.0, math.inf, 2),
+        ([2.0, math.nan], [2.0, math.nan], 0.0, 0.0, None),
+        # Only one run logged the second step.
+        ([2.0, 1.0], [2.0], 1.0, math.inf, 2),
+        ([2.0, math.nan], [2.0], 1.0, math.inf, 2),
+    ],
+)
+def test_compare_runs_names_the_first_step_whose_loss_differs_beyond_the_tolerance(
+    tmp_path: Path,
+    one: list[float],
+    other: list[float],
+    tolerance: float,
+    largest: float,
+    differs_at: int | None,
 ) -> None:
-    (curve,) = compare_curves(
-        run(tmp_path / "a", [2.0, 1.0, 0.5]), run(tmp_path / "b", [2.0, 1.001, 0.503]), tolerance
-    )
-    assert curve.differs_at == differs_at
-    assert curve.largest == pytest.approx(0.003 / 0.503)
-
-
-def test_compare_runs_treats_nan_in_one_run_as_a_difference(tmp_path: Path) -> None:
-    (curve,) = compare_curves(
-        run(tmp_path / "a", [2.0, math.nan]), run(tmp_path / "b", [2.0, 1.0]), 1.0
-    )
-    assert curve.differs_at == 2
-    (both,) = compare_curves(
-        run(tmp_path / "c", [2.0, math.nan]), run(tmp_path / "d", [2.0, math.nan]), 0.0
-    )
-    assert both.differs_at is None
-
-
-@pytest.mark.parametrize("value", [math.nan, 1.0])
-def test_compare_runs_treats_a_step_that_only_one_run_logged_as_a_difference(
-    tmp_path: Path, value: float
-) -> None:
-    longer, shorter = run(tmp_path / "a", [2.0, value]), run(tmp_path / "b", [2.0], steps=2)
-    for one, other in ((longer, shorter), (shorter, longer)):
-        (curve,) = compare_curves(one, other, 1.0)
-        assert (curve.differs_at, curve.largest) == (2, math.inf)
+    runs = [run(tmp_path / "a", one), run(tmp_path / "b", other, speed=7.0, steps=len(one))]
+    for first, second in (runs, runs[::-1]):
+        (curve,) = compare_curves(first, second, tolerance)
+        assert (curve.name, curve.differs_at) == ("train/loss", differs_at)
+        assert curve.largest == pytest.approx(largest)
 
 
 @pytest.mark.parametrize(

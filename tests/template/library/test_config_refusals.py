@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from src.schema import Config
+from src.schema import (
+    AugmentConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from src.tasks.classification import Classification, ClassLoss
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
+from timm_parallel.config.validate import check_combination
+from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
+from timm_parallel.machine.imports import find_class, find_name, import_name
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
@@ -37,14 +52,11 @@ def test_run_is_refused_on_windows_and_error_recommends_wsl(
 # Each row holds a command line with a misspelled or forbidden key, and texts that the error message
 # must contain.
 MISSPELT_KEYS = [
-    ("modle=resnet18", "modle=resnet18", "model"),
     ("++modle=resnet18", "modle=resnet18", "model"),
     ("~modle", "modle", "model"),
     ("+train.epoch=3", "train.epoch=3", "train.epochs"),
     ("model.ema.decy=0.9", "model.ema.decy=0.9", "model.ema.decay"),
-    ("batch_size=3", "batch_size=3", "data.batch_size"),
     ("+model._target_=os.system", "model._target_=os.system"),
-    ("model.kwargs.depth=3", "model.kwargs.depth", "+model.kwargs.depth"),
     ("hydra.runn.dir=x", "hydra.runn"),
     ("++hydra.run.dirr=x", "hydra.run.dirr"),
     ("hydra/launchr=basic", "hydra/launchr"),
@@ -52,26 +64,20 @@ MISSPELT_KEYS = [
     # cannot set it.
     ("parallel.has_ranks=true", "unknown key parallel.has_ranks"),
     # Check only the start of this message, because Hydra words the rest.
-    ("+train.epochs=3", "train.py: +train.epochs=3: "),
     ("~model.kwargs.depth", "train.py: ~model.kwargs.depth: "),
 ]
 GROUP_OPTIONS = [
-    ("model=resnet81", "model=resnet81", "resnet18"),
     ("debug=nope", "debug=nope", "fast", "overfit"),
     ("model=null", "model"),
-    ("train=false", "train=false: ", "python evaluate.py run="),
     ("train=[nope]", "train=nope: ", "default, multilabel"),
-    ("tracker=[tensorboard,wandbb]", "tracker=wandbb: ", "wandb"),
     ("hydra/launcher=joblib", "hydra/launcher", "joblib"),
     ("hydra=nope", "hydra", "nope"),
 ]
 NAMES = [
-    ("model.name=resnet81", "model.name=resnet81", "resnet18"),
     ("model.name=", "model.name="),
     ("model.name=src.nothing.Net", "model.name=src.nothing.Net"),
     ("model.name=src.models.build.Nothing", "model.name=src.models.build.Nothing"),
     ("model.name=resnet18.nonsense", "model.name=resnet18.nonsense"),
-    ("optim.opt=adamww", "optim.opt=adamww", "adamw"),
     ("optim.sched=cosin", "optim.sched=cosin", "cosine"),
     ("data.name=digit", "data.name=digit", "digits"),
     ("train.precision=fp8", "train.precision=fp8", "bf16"),
@@ -81,7 +87,6 @@ NAMES = [
 WRONG_TYPES = [
     ("optim.lr=abc", "optim.lr=abc: ", "number", "optim.lr=0.001"),
     ("optim.lr=null", "optim.lr", "null"),
-    ("train.epochs=1.5", "train.epochs", "1.5"),
     ("seed=null", "seed=null: ", "integer", "seed=42"),
     ("model.ema=true", "model.ema=true: ", "model.ema.decay="),
     ("model.sync_bn=maybe", "model.sync_bn=maybe: ", "true or false", "model.sync_bn=false"),
@@ -91,17 +96,14 @@ WRONG_TYPES = [
     ("tags=x", "tags", "x"),
     ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
     ("data.workers=many", "data.workers=many", "auto"),
-    ("data.augment.scale=[0.1]", "data.augment.scale=[0.1]"),
     ("parallel.devices=true", "parallel.devices"),
     ("train.epochs=1,2", "train.epochs=1,2: ", "[a,b]", "-m"),
-    ("optim.lr=0,001", "optim.lr=0,001: ", "0.1"),
     ("data.augment.scale=(0.5,1.0)", "data.augment.scale=(0.5,1.0): ", "[a,b]"),
     ("data.root=d/ü[1]", "data.root=d/ü[1]: ", "write"),
     ("tags=[a", "tags=[a: ", "[a,b]"),
     ("optim.lr=choice(1,2)", "optim.lr=choice(1,2)", "--multirun"),
     ("optim.lr=${nope}", "optim.lr", "nope"),
     ("optim.lr=${optim.lr}", "optim.lr"),
-    ("model.name", "model.name"),
     ("hydra.run.dir=a=b", "hydra.run.dir=a=b"),
     ("hydra.verbose=3", "hydra.verbose=3", "true, false"),
 ]
@@ -111,7 +113,6 @@ WRONG_NUMBERS = [
     ("optim.lr=0", "optim.lr=0"),
     ("optim.decay_milestones=[1,nan]", "optim.decay_milestones"),
     ("train.epochs=0", "train.epochs=0"),
-    ("train.smoothing=1.5", "train.smoothing=1.5"),
     ("data.image_size=[32]", "data.image_size=[32]"),
     ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
@@ -133,11 +134,16 @@ ACROSS_GROUPS = [
         "62",
         "64",
     ),
-    ("parallel=ddp parallel.devices=2 data.batch_size=1", "data.batch_size=1", "2 devices"),
     (
         "parallel=ddp parallel.devices=2 data.batch_size=6 data.augment.mixup=0.2",
         "data.batch_size=6",
         "mixup",
+    ),
+    ("parallel=ddp parallel.backend=mpi", "parallel.backend=mpi", "without MPI"),
+    (
+        "parallel=ddp model.compile=true parallel.bucket_cap_mb=0.5",
+        "parallel.bucket_cap_mb=0.5",
+        "compile",
     ),
     ("data.batch_size_per_device=4", "data.batch_size=64", "data.batch_size_per_device=4"),
     ("parallel=fsdp optim.clip_grad=1 optim.clip_mode=agc", "optim.clip_mode=agc", "fsdp", "value"),
@@ -161,19 +167,31 @@ ACROSS_GROUPS = [
     ("data.root=/data/shapes", "data.root=/data/shapes", "data=folder"),
     ("data=synthetic data.root=/data/shapes", "data.root=/data/shapes", "data.name=synthetic"),
     ("data=folder data.root=/nonexistent", "data.root=/nonexistent", "/nonexistent/train"),
+    ("data.val_fraction=0.1", "train.py: data.val_fraction=0.1"),
+    ("data=folder data.root=x data.test_fraction=0.1", "train.py: data.test_fraction=0.1"),
+    (
+        "data=folder data.root=x data.val_fraction=0.6 data.test_fraction=0.5",
+        "train.py: data.val_fraction=0.6",
+    ),
+    ("data=folder data.root=x data.fold=1", "train.py: data.fold=1"),
+    ("data=csv data.root=x data.fold=1 data.val_fraction=0.2", "train.py: data.fold=1"),
+    (
+        "data=csv data.root=x data.fold=1 data.test_fraction=0.1",
+        "train.py: data.test_fraction=0.1: conflicts with data.fold=1",
+    ),
+    (
+        "data=folder data.root=x data.val_fraction=0.2 data.group_pattern='('",
+        "train.py: data.group_pattern=(",
+    ),
     ("data.augment.aa=nonsense", "data.augment.aa=nonsense"),
     ("experiment=compare", "experiment=compare", "-m"),
 ]
-WHAT_HYDRA_WOULD_CALL = [
-    ("++hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system"),
-    ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks"),
-    ("++hydra.job_logging.handlers.x={class:src.models.build.build_model}", "hydra.job_logging"),
-    ("--experimental-rerun=job.pickle", "--experimental-rerun"),
-]
 PLACES = [
+    ("--experimental-rerun=job.pickle", "--experimental-rerun"),
     ("--config-name=nope", "nope"),
     ("--config-path=/nope", "--config-path=/nope"),
     ("--config-dir=/nope", "--config-dir=/nope"),
+    ("data=timm --cfg=job", "data.name=???"),
     ("hydra.run.dir=null", "hydra.run.dir"),
     (f"hydra.run.dir={TRAIN}/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
@@ -204,7 +222,6 @@ OMEGACONF = r"Optional|Float|Integer|subclass|ListConfig|Dict\[|Config group"
             WRONG_TYPES,
             WRONG_NUMBERS,
             ACROSS_GROUPS,
-            WHAT_HYDRA_WOULD_CALL,
             PLACES,
         )
         for row in rows
@@ -369,10 +386,6 @@ def test_area_of_a_crop_above_1_is_refused(refuse: Refuse) -> None:
     compose_command(parse("data.augment.scale=[0.8,1.25]", "data.augment.train_crop_mode=rkrc"))
 
 
-def test_cfg_names_mandatory_key_without_value(refuse: Refuse) -> None:
-    assert "data.name=???" in refuse("data=timm", "--cfg=job")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
@@ -439,3 +452,118 @@ def test_error_names_missing_or_invalid_rank_environment_variable(
         monkeypatch.setenv(name, value)
     line = refuse("model=tiny")
     assert [name for name in named if name not in line] == [], line
+
+
+portable = pytest.mark.portable
+
+
+@dataclass
+class OwnModelConfig(ModelConfig):
+    gamma: float | None = None
+
+    def problems(self, whole: Config) -> Iterator[str]:
+        yield from super().problems(whole)
+        if self.gamma is not None and whole.train.loss != "focal":
+            yield f"model.gamma={self.gamma}: has an effect with train.loss=focal only"
+
+
+@portable
+def test_config_validation_applies_the_rule_that_a_subclass_of_model_config_adds() -> None:
+    check_combination(Config(model=OwnModelConfig()))
+    with pytest.raises(ValueError, match=r"model\.gamma=2\.0"):
+        check_combination(Config(model=OwnModelConfig(gamma=2.0)))
+    with pytest.raises(ValueError, match=r"model\.sync_bn=true"):
+        check_combination(Config(model=OwnModelConfig(gamma=2.0, sync_bn=True)))
+
+
+@portable
+def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
+    assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
+    assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
+    for key, owner in strategy_options().items():
+        for strategy in ("auto", *STRATEGIES, STRATEGIES["single"].name):
+            parallel = ParallelConfig(strategy=strategy)
+            setattr(parallel, key, 1)
+            if strategy == owner:
+                check_combination(Config(parallel=parallel))
+                continue
+            with pytest.raises(
+                ValueError,
+                match=rf"parallel\.{key}=1: an option of {owner}, but parallel={strategy}",
+            ):
+                check_combination(Config(parallel=parallel))
+
+
+@portable
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_table_of_built_in_strategies_states_the_attributes_of_their_classes(
+    strategy: str,
+) -> None:
+    stated = asdict(STRATEGIES[strategy])
+    strategy_class = import_name(stated.pop("name"))
+    assert stated == {name: getattr(strategy_class, name) for name in stated}
+
+
+@portable
+def test_strategy_given_as_a_class_name_follows_the_same_rules_as_its_short_name() -> None:
+    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"].name)
+    assert fsdp.has_ranks and not fsdp.has_one_process
+    check_combination(Config(parallel=fsdp, model=ModelConfig(sync_bn=True)))
+    for refused, key in (
+        (Config(parallel=fsdp, model=ModelConfig(compile=True)), "model.compile"),
+        (Config(parallel=fsdp, optim=OptimConfig(opt="muon")), "optim.opt"),
+        (
+            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"].name, devices=2)),
+            "parallel.devices",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{key}="):
+            check_combination(refused)
+
+
+@portable
+@pytest.mark.parametrize(
+    ("train", "augment", "key"),
+    [
+        ({"smoothing": 0.1}, {}, "train.smoothing"),
+        ({"class_weights": "auto"}, {}, "train.class_weights"),
+        ({}, {"mixup": 0.2}, "data.augment.mixup"),
+        ({}, {"cutmix": 1.0}, "data.augment.cutmix"),
+        ({}, {"cutmix_minmax": [0.2, 0.8]}, "data.augment.cutmix_minmax"),
+    ],
+)
+def test_option_is_refused_when_the_chosen_loss_does_not_read_the_option(
+    train: dict[str, Any], augment: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config_with(loss: str) -> Config:
+        data = DataConfig(augment=AugmentConfig(**augment))
+        return Config(train=TrainConfig(loss=loss, **train), data=data)
+
+    check_task(config_with("ce"))
+    losses = Classification.known_losses
+    monkeypatch.setattr(
+        Classification, "known_losses", {**losses, "plain": ClassLoss(losses["ce"].build)}
+    )
+    # The second value of train.loss names a class that does not declare the options that it reads.
+    for loss in ("plain", "src.models.segmenter.Segmenter"):
+        with pytest.raises(ValueError, match=rf"^{key}=.* train\.loss={loss} does not read it"):
+            check_task(config_with(loss))
+
+
+@portable
+def test_class_is_found_only_if_the_package_defines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "models.py").write_text("from pathlib import Path\nclass Net: ...\ndef f(): ...\n")
+    (package / "broken.py").write_text("import package_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_class("own_package.models.Net", "own_package")
+    assert found is not None and found.__name__ == "Net"
+    for name in ("models.Nett", "models.Path", "models.f", "nowhere.Net", "models.x.Net"):
+        assert find_class(f"own_package.{name}", "own_package") is None, name
+    assert find_class("own_package.models.Net", "src") is None
+    assert callable(find_name("own_package.models.f", "own_package"))
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
+        find_class("own_package.broken.Net", "own_package")

@@ -22,7 +22,7 @@ from tests.template.runs import resolved
 from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
-from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.keys import Config
 from timm_parallel.machine import hardware, nvidia
 from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
@@ -42,85 +42,58 @@ def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @cache
 def composed(*words: str) -> Config:
-    """Compose the config of train.py for some command-line arguments. The result is cached."""
     return compose_command(hydra_parser().parse_args(list(words))).config
 
 
-# Dictionary from the number of GPUs of a machine to the number that a run with a batch of 64 images
-# uses.
-USED = {1: 1, 6: 4, 8: 8}
-
-
-@pytest.mark.parametrize("count", [0, *USED])
 @pytest.mark.parametrize(
-    "words", [(), ("parallel=dp",), ("parallel=ddp",)], ids=["auto", "dp", "ddp"]
-)
-def test_auto_devices_uses_a_gpu_count_that_divides_the_batch_for_0_to_8_gpus(
-    count: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine_of(monkeypatch, count)
-    config = composed(*words)
-    parallel = resolve(config).parallel
-    used = USED[count] if count else min(2, hardware.cores()) if words else 1
-    assert parallel.devices == used
-    assert parallel.accelerator == ("cuda" if count else "cpu")
-    assert parallel.strategy == (
-        words[0].partition("=")[2] if words else "ddp" if used > 1 else "single"
-    )
-    start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size=64 "
-    lines = notices(config, resolve(config))
-    assert [line.startswith(start) for line in lines] == ([True] if count and used < count else [])
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_train_py_reports_unused_gpus_and_starts_the_run(
-    count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[ResolvedConfig] = []
-    machine_of(monkeypatch, count)
-
-    def run_job(config: ResolvedConfig, folder: Path) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", run_job)
-    monkeypatch.setattr(sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}"])
-    assert run_command(app) == 0
-    assert started[0].parallel.devices == USED[count]
-    assert ("4 of 6 CUDA devices" in capsys.readouterr().out) == (count == 6)
-
-
-def test_sweep_of_three_jobs_reports_unused_gpus_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine_of(monkeypatch, 6)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["train.py", "-m", "parallel=ddp", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true"],
-    )
-    assert run_command(app) == 0
-    assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
-
-
-@pytest.mark.parametrize(
-    ("batch", "count", "used", "nearest"),
+    ("words", "batch", "count", "used", "nearest"),
     [
-        (96, 6, 6, None),
-        (61, 4, 1, "60, 64"),
-        (6, 8, 6, "8"),
+        ((), 64, 0, 1, None),
+        (("parallel=ddp",), 64, 0, min(2, hardware.cores()), None),
+        (("parallel=dp",), 64, 1, 1, None),
+        ((), 64, 6, 4, "60, 66"),
+        (("parallel=dp",), 64, 6, 4, "60, 66"),
+        (("parallel=ddp",), 64, 8, 8, None),
+        ((), 96, 6, 6, None),
+        ((), 61, 4, 1, "60, 64"),
+        ((), 6, 8, 6, "8"),
     ],
 )
-def test_auto_devices_is_the_largest_count_that_divides_the_batch(
-    batch: int, count: int, used: int, nearest: str | None, monkeypatch: pytest.MonkeyPatch
+def test_auto_devices_is_the_largest_gpu_count_that_divides_the_batch(
+    words: tuple[str, ...],
+    batch: int,
+    count: int,
+    used: int,
+    nearest: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine_of(monkeypatch, count)
-    config = copy.deepcopy(composed())
+    config = copy.deepcopy(composed(*words))
     config.data.batch_size = batch
     parallel = resolve(config).parallel
-    assert (parallel.devices, parallel.strategy) == (used, "ddp" if used > 1 else "single")
+    chosen = "ddp" if used > 1 else "single"
+    assert parallel.strategy == (words[0].partition("=")[2] if words else chosen)
+    assert (parallel.devices, parallel.accelerator) == (used, "cuda" if count else "cpu")
+    start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size="
     lines = notices(config, resolve(config))
-    assert [line.endswith(f": {nearest}") for line in lines] == ([True] if nearest else [])
+    assert [(line.startswith(start), line.rpartition(": ")[2]) for line in lines] == (
+        [(True, nearest)] if nearest else []
+    )
+
+
+@pytest.mark.parametrize("mode", [(), ("-m", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true")])
+def test_train_py_reports_unused_gpus_once_for_a_run_or_a_sweep(
+    mode: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine_of(monkeypatch, 6)
+    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: 0)
+    run = f"hydra.run.dir={tmp_path / 'run'}"
+    monkeypatch.setattr(sys, "argv", ["train.py", "parallel=ddp", run, *mode])
+    assert run_command(app) == 0
+    assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
 
 
 def test_explicit_device_settings_are_not_adjusted_to_batch_size(
@@ -179,8 +152,6 @@ def test_dp_replica_count_is_not_changed_by_torchrun(monkeypatch: pytest.MonkeyP
 
 
 class FakeDriver:
-    """Fake of the CUDA driver library on a machine whose GPUs cannot be used."""
-
     def __init__(self, devices: int = 0, init: int = 0, version: int = 13000) -> None:
         self.devices, self.init, self.version = devices, init, version
 
@@ -253,6 +224,10 @@ def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     with pytest.raises(ValueError, match="accelerator=cuda") as refusal:
         resolve(composed("parallel.accelerator=cuda"))
     assert reason in str(refusal.value)
+    # Absent or hidden GPUs are no problem.
+    assert ask(monkeypatch, None, shown=False) == Driver()
+    for hidden in ("", "-1"):
+        assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
 @pytest.mark.parametrize(
@@ -284,14 +259,6 @@ def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
         notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu")))
         == []
     )
-
-
-def test_no_driver_problem_is_reported_when_gpus_are_absent_or_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert ask(monkeypatch, None, shown=False) == Driver()
-    for hidden in ("", "-1"):
-        assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
 
 
 def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:

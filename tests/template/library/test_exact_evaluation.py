@@ -1,16 +1,31 @@
-"""An evaluation counts every image once, in order, on any number of ranks."""
+"""Evaluation counts every image once, in order, on any number of ranks; tables of predictions."""
 
 from __future__ import annotations
 
+import csv
+import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
 from torch import Tensor, nn
 from torch.nn import functional
 
-from src.tasks.classification import Classification, confusion
-from tests.template.runs import cpu_strategy, evaluate_batches, task_of
+from src.tasks.classification import (
+    Classification,
+    calibration_error,
+    confusion,
+    count_by_confidence,
+)
+from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_of
+from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.prefetch import DevicePrefetcher
@@ -20,7 +35,9 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.runtime.evaluation import Evaluation, evaluate
+from timm_parallel.runtime.predictions import write_predictions
+from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
@@ -85,7 +102,6 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
 
 
 def outputs(num_samples: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Compute (logits, labels) of a whole split in one batch."""
     data = split(num_samples, num_classes)
     with torch.no_grad():
         return model(num_classes).eval()((data.images / 255 - 0.5) / 0.25), data.labels
@@ -115,42 +131,23 @@ def test_evaluation_metrics_match_a_plain_pytorch_computation(
             actual["confusion"][label]
             == torch.bincount(logits.argmax(1)[labels == label], minlength=size[1]).tolist()
         )
-
-
-@pytest.mark.parametrize(("case", "size"), list(enumerate(SPLITS)))
-def test_acc5_is_reported_only_for_more_than_five_classes(
-    alone: list[dict[str, Any]], case: int, size: tuple[int, int]
-) -> None:
-    logits, labels = outputs(*size)
+    # acc5 needs more than five classes.
     if size[1] <= 5:
-        assert alone[case]["acc5"] is None
+        assert actual["acc5"] is None
     else:
-        within = sum(
-            int(label in row.topk(5).indices) for row, label in zip(logits, labels, strict=True)
-        )
-        assert alone[case]["acc5"] == pytest.approx(within / size[0])
+        within = (logits.topk(5).indices == labels[:, None]).any(1)
+        assert actual["acc5"] == pytest.approx(within.double().mean().item())
 
 
-@pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
-def test_evaluation_gives_same_metrics_on_1_2_and_3_ddp_ranks_as_on_single(
-    alone: list[dict[str, Any]], world_size: int
-) -> None:
-    for actual in in_ranks(measured, world_size, "ddp", world_size):
-        check_equal(actual, alone)
-
-
-@pytest.mark.slow(seconds=1)
-def test_evaluation_gives_same_metrics_with_threaded_dp_replicas(
+@pytest.mark.slow(seconds=3)
+def test_evaluation_gives_same_metrics_on_ddp_ranks_and_dp_replicas_as_on_single(
     alone: list[dict[str, Any]],
 ) -> None:
-    check_equal(measured(Ranks(), None, "dp", 3), alone)
-
-
-def check_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-6)
-        assert ours == {key: value for key, value in theirs.items() if key != "loss"}
+    of_ranks = in_ranks(measured, 3, "ddp", 3)
+    for actual in (*of_ranks, measured(Ranks(), None, "dp", 3)):
+        for ours, theirs in zip(actual, alone, strict=True):
+            assert ours.pop("loss") == pytest.approx(theirs["loss"], rel=1e-6)
+            assert ours == {key: value for key, value in theirs.items() if key != "loss"}
 
 
 def test_evaluation_raises_when_a_sample_is_skipped_or_counted_twice() -> None:
@@ -179,7 +176,6 @@ class Damaged:
 
 
 def weighted_by_row(scores: Tensor, labels: Tensor) -> float:
-    """Compute a metric that changes if the rows change their order."""
     places = torch.arange(1, len(labels) + 1, dtype=torch.float64)
     return float((places * (labels + scores.double().sum(1))).sum())
 
@@ -215,3 +211,118 @@ def test_metric_from_rows_receives_all_scores_and_labels_in_dataset_order() -> N
         read = [index for index in range(num_samples) if index not in unreadable]
         expected.append(weighted_by_row(scores[read], labels[read]))
     assert in_ranks(value_of_rows, 3) == [pytest.approx(expected, rel=1e-6)] * 3
+
+
+@pytest.mark.slow(seconds=1)
+def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_predictions(FOUND, "csv", tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert (
+        first["path"] == "a, b.png"
+        and float(first["probability_2"]) == 0.25
+        and first["class_1"] == "cat"
+    )
+    assert second["path"] == "torn.png" and second["class_1"] == ""
+    write_predictions(FOUND, "json", tmp_path / "x.json")
+    first, second = json.loads((tmp_path / "x.json").read_text())
+    assert (first["class_2"], first["probability_2"]) == ("dog", 0.25)
+    assert second == {"path": "torn.png", **dict.fromkeys(FOUND["a, b.png"] or {})}
+    write_predictions(FOUND, "console", None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["path", "class_1", "probability_1", "class_2", "probability_2"],
+        ["a,", "b.png", "cat", "0.7500", "dog", "0.2500"],
+        ["torn.png", *["unreadable"] * 4],
+    ]
+
+
+LATIN_1 = os.fsdecode(b"r\xf6se\xff.png")
+
+
+def test_file_names_that_are_not_utf_8_keep_their_bytes(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    predictions = {LATIN_1: {"class_1": "cat", "probability_1": 1.0}}
+    write_predictions(predictions, "csv", tmp_path / "x.csv")
+    assert (tmp_path / "x.csv").read_bytes().splitlines()[1].startswith(b"r\xf6se\xff.png,cat")
+    write_predictions(predictions, "json", tmp_path / "x.json")
+    (row,) = json.loads((tmp_path / "x.json").read_bytes())
+    assert os.fsencode(row["path"]) == b"r\xf6se\xff.png"
+    for form in ("csv", "console"):
+        write_predictions(predictions, form, None)
+    sys.stdout.flush()
+    # A terminal gets them as text.
+    assert capfdbinary.readouterr().out.count(rb"r\udcf6se\udcff.png") == 2
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize("form", ["console", "csv", "json"])
+def test_predictions_on_the_console_have_no_control_characters(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Names of files and classes may contain commands for a terminal."""
+    name = "a\x1b]0;title\x07\x1b[2J\u202e\x9b.png"
+    written: Any = {name: {"class_1": "dog\x1b[31m", "probability_1": 0.5}}
+    write_predictions(written, form, None)
+    shown = capsys.readouterr().out
+    assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
+def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(
+    images: int, classes: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.randn(images, classes, generator=draw) * 3
+    labels = torch.randint(classes, (images,), generator=draw)
+    batch = Batch({"image": scores, "target": labels})
+    sums = count_by_confidence(task_of(classes), scores, batch)
+    confidence, predicted = scores.softmax(1).max(1)
+    share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
+    counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
+    expected = (np.abs(share - mean) * counts[counts > 0]).sum() / images
+    assert calibration_error(sums, images) == pytest.approx(expected, abs=1e-6)
+
+
+def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_classes() -> None:
+    rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
+    task = task_of(7)
+    task.names = list("abcdefg")
+    table = Evaluation(2, {}, {}, rows).table(None, task)
+    places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
+    assert list(table.columns) == ["path", "label", *places]
+    assert table["probability_1"][0] == pytest.approx(0.311791, abs=1e-6)
+    assert table["class_1"][0] == "a"
+
+
+FOUND: dict[str, dict[str, Any] | None] = {
+    "a, b.png": {
+        "class_1": "cat",
+        "probability_1": 0.75,
+        "class_2": "dog",
+        "probability_2": 0.25,
+    },
+    "torn.png": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), {"a": [1.0, 3.0], "b": [2.0, 4.0]}),
+        (torch.tensor([1.0, 3.0]), {"output_1": [1.0, 3.0]}),
+        (
+            {"boxes": torch.ones(2, 3), "count": torch.tensor([0, 5])},
+            {"output_1": [[1.0] * 3] * 2, "output_2": [0, 5]},
+        ),
+    ],
+)
+def test_task_without_own_predictions_has_a_column_per_name_or_per_tensor(
+    outputs: Any, expected: dict[str, Any]
+) -> None:
+    task: Task[Any] = Task(resolved(), ["a", "b"])
+    assert task.predictions(outputs, 1) == expected

@@ -1,11 +1,11 @@
-"""Installation, printed config and error messages, which a new user meets first."""
+"""Installation, commands, printed config and errors, which a new user meets first."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
-from tests.template.runs import resolved, run_python, task_of
-from timm_parallel import keys
-from timm_parallel.app import root
+from tests.template.runs import ROOT, resolved, run_python, task_of
+from timm_parallel.batch import Batch
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
@@ -33,14 +32,14 @@ from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import unused_parameters
+from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.runtime.run_result import speed_without_wait
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
-from timm_parallel.testing.ranks import in_ranks
-
-ROOT = Path(__file__).resolve().parents[3]
+from timm_parallel.testing.ranks import RANK_VARIABLES, in_ranks
 
 
 def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
@@ -107,14 +106,12 @@ def test_install_falls_back_to_pip_when_uv_fails(
 
 
 def test_schema_defaults_equal_the_config_of_a_run_without_overrides() -> None:
-    plain, schema = dict(_values(plain_config())), dict(_values(Config()))
+    plain, schema = (
+        {key: value for key, value, _ in leaves(config)} for config in (plain_config(), Config())
+    )
     # Only two values may differ. The digits dataset sets the image size, and the tracker option
     # sets the name of the tracker, because both are chosen by default.
     assert {key for key in plain if plain[key] != schema[key]} == {"data.image_size", "tracker.use"}
-
-
-def _values(config: keys.Config) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value, _ in leaves(config))
 
 
 def printed_values(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
@@ -191,7 +188,7 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
 
 
 def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> None:
-    preset = yaml.safe_load((root() / "conf" / "debug" / "overfit.yaml").read_text())
+    preset = yaml.safe_load((ROOT / "conf" / "debug" / "overfit.yaml").read_text())
     assert preset["data"]["augment"] == asdict(AugmentConfig())
     assert preset["train"]["smoothing"] == 0
 
@@ -199,15 +196,12 @@ def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> No
 def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     tmp_path: Path,
 ) -> None:
-    from timm_parallel.config.compose import compose_command
-    from timm_parallel.patches import hydra_parser
-
     (tmp_path / "local").mkdir()
     text = (ROOT / "conf" / "local" / "default.yaml.example").read_text(encoding="utf-8")
     (tmp_path / "local" / "default.yaml").write_text(
         text.replace("output_dir: outputs", "output_dir: /elsewhere")
     )
-    config = compose_command(hydra_parser().parse_args(["--config-dir", str(tmp_path)])).config
+    config = compose_command(parse("--config-dir", str(tmp_path))).config
     assert config.paths.output_dir == "/elsewhere"
 
 
@@ -225,22 +219,10 @@ class HalfUsed(nn.Module):
         return self.used(images)  # type: ignore[no-any-return]
 
 
-def two_steps(ranks: Ranks, store: object, find: bool) -> str:
-    """Train two ddp steps with unused parameters; return the error, or `trained`."""
-    from timm_parallel.batch import Batch
-    from timm_parallel.keys import ParallelConfig
-    from timm_parallel.parallel.networks import Networks, PhaseStep
-    from timm_parallel.parallel.strategy import build_strategy
-
-    config = ParallelConfig(
-        strategy="ddp",
-        devices=2,
-        accelerator="cpu",
-        threads_per_device=1,
-        backend="gloo",
-        find_unused_parameters=find or None,
-    )
-    strategy = build_strategy(config, ranks, store)  # type: ignore[arg-type]
+def two_steps(ranks: Ranks, store: Any, find: bool) -> str:
+    finds = f"parallel.find_unused_parameters={'true' if find else 'null'}"
+    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", finds)
+    strategy = build_strategy(config.parallel, ranks, store)
     task = task_of(2)
     wrapped = strategy.wrap(PhaseStep(task, Networks(task.networks(HalfUsed())), "train"))
     sample = Batch({"image": torch.ones(2, 4), "target": torch.tensor([0, 1])})
@@ -261,9 +243,6 @@ def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() 
         assert "parallel.find_unused_parameters=true" in message
         assert "\n" not in message
     assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
-
-
-def test_unrelated_runtime_error_does_not_name_unused_parameters() -> None:
     assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
 
 
@@ -276,3 +255,85 @@ def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_lin
 ) -> None:
     own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
     assert resolved(*words).task_name == (task or own)
+
+
+TRAIN = ROOT / "train.py"
+
+# Script that runs train.py and then prints which of torch, timm and torchvision were imported.
+SPY = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+code = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as leave:
+    code = leave.code or 0
+print("\\nimported:", *sorted({"torch", "timm", "torchvision"} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def run_process(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run train.py in an empty folder. It must import neither torch nor timm, and write nothing."""
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = run_python("-c", SPY, str(TRAIN), *words, cwd=cwd, environment=environment)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["imported:"]
+    assert list(cwd.iterdir()) == []
+    return done
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (
+            "parallel=ddp parallel.devices=2 data.batch_size=63 parallel.accelerator=cpu",
+            "data.batch_size=63",
+        ),
+        ("model.name=resnet81", "resnet18"),
+        ("data=folder data.root=/missing", "/missing/train"),
+    ],
+)
+def test_invalid_command_fails_quickly_without_importing_torch(
+    tmp_path: Path, command: str, named: str
+) -> None:
+    started = time.monotonic()
+    done = run_process(*command.split(" "), cwd=tmp_path, code=2)
+    seconds = time.monotonic() - started
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert named in done.stderr and done.stdout.split() == ["imported:"]
+    assert seconds < 10, (
+        "expected about 1 s on an idle machine; more than 10 s suggests an import of torch"
+    )
+
+
+@pytest.mark.processes
+def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path) -> None:
+    done = run_process("--help", cwd=tmp_path)
+    assert done.stderr == ""
+    for group in ("model", "data", "parallel", "optim", "experiment", "debug"):
+        options = sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+        assert re.search(rf"^{group}: {', '.join(options)}$", done.stdout, re.MULTILINE), group
+    assert len(re.findall(r"^\s+python train\.py", done.stdout, re.MULTILINE)) >= 3
+
+
+@pytest.mark.slow(seconds=1)
+def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
+    done = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
+    for line in ("  strategy: ddp", "  lr: 0.25", "  smoothing: 0.0", "seed: 42"):
+        assert line in done.stdout.splitlines(), line
+
+
+@pytest.mark.slow(seconds=1)
+def test_bash_completion_installs_and_lists_parallel_strategies(tmp_path: Path) -> None:
+    done = run_process("--shell-completion", "install=bash", cwd=tmp_path)
+    assert "COMP_WORDBREAKS" in done.stdout
+    environment = {"COMP_LINE": "python train.py parallel=", "COMP_POINT": "25"}
+    environment["PATH"] = os.environ["PATH"]
+    words = (str(TRAIN), "--shell-completion", "query=bash")
+    done = run_python(*words, cwd=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert {"parallel=ddp", "parallel=dp", "parallel=single"} <= set(done.stdout.split())
+    assert list(tmp_path.iterdir()) == []

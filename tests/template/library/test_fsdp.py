@@ -1,8 +1,9 @@
-"""parallel=fsdp: blocks, memory per rank, training, checkpoints and evaluation."""
+"""parallel=fsdp: blocks, memory per rank, training, checkpoints, evaluation and refusals."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from src.schema import OPTIMIZERS_OF_PARTS
+from src.train.build import build_run
 from src.train.run import train
 from tests.template.runs import parts_of, resolved, start_run
 from timm_parallel.data.samplers import EvalSampler
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.blocks import blocks_of, vector_layers
 from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint, restoring, saving
 from timm_parallel.state.parts import RunParts, evaluation_networks
@@ -43,11 +49,10 @@ def built(ranks: Any, store: Any, name: str, *overrides: str) -> RunParts:
         config = resolved(*SETTINGS, "parallel=single", *overrides)
         return parts_of(config, ranks)
     config = fsdp(ranks.world_size, *overrides)
-    return parts_of(config, ranks, torch.distributed.PrefixStore(name, store))
+    return parts_of(config, ranks, PrefixStore(name, store))
 
 
 def backward(parts: RunParts) -> None:
-    """Compute the gradients of the first training batch of this rank."""
     losses, _ = parts.state.phases[0].wrapped(next(parts.train_loader.epoch(0)))
     losses.mean().backward()
 
@@ -135,29 +140,15 @@ def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], 
     return sizes, sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
 
 
-@pytest.fixture(scope="module")
-def parts_of_ranks() -> list[Any]:
-    """Return the results of `sizes_of_parts` on three ranks."""
-    return in_ranks(sizes_of_parts, 3)
-
-
 @pytest.mark.slow(seconds=2)
-def test_each_of_3_fsdp_ranks_holds_a_third_of_weights_gradients_optimizer_and_ema(
-    parts_of_ranks: list[Any],
-) -> None:
-    of_ranks = [sizes for sizes, _ in parts_of_ranks]
-    for name in of_ranks[0]:
-        total = of_ranks[0][name][1]
-        assert sum(sizes[name][0] for sizes in of_ranks) == total, name
+def test_each_of_3_fsdp_ranks_holds_a_third_of_a_run_and_rank_0_gathers_its_checkpoint() -> None:
+    of_ranks = in_ranks(sizes_of_parts, 3)
+    sizes = [sizes for sizes, _ in of_ranks]
+    for name, (_, total) in sizes[0].items():
+        assert sum(own[name][0] for own in sizes) == total, name
         # fsdp splits tensors only between rows, so rank 0 holds slightly more than a third.
-        assert max(sizes[name][0] for sizes in of_ranks) < 0.36 * total, name
-
-
-@pytest.mark.processes
-def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only(
-    parts_of_ranks: list[Any],
-) -> None:
-    first, *others = [saved for _, saved in parts_of_ranks]
+        assert max(own[name][0] for own in sizes) < 0.36 * total, name
+    first, *others = [saved for _, saved in of_ranks]
     assert others == [0, 0]
     # The checkpoint must contain the weights, their moving average and two moments of AdamW for
     # each parameter.
@@ -166,7 +157,6 @@ def test_fsdp_gathers_the_contents_of_a_checkpoint_on_rank_0_only(
 
 
 def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
-    """Train three steps with each optimizer, with a save and restore after the second."""
     weights = {}
     for name in OPTIMIZERS_OF_PARTS:
         parts = built(ranks, store, name, "optim=sgd", f"optim.opt={name}")
@@ -208,7 +198,6 @@ def _without_store(ranks: Any, store: Any) -> dict[str, Any]:
 
 
 def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
-    """Count the collectives of a step with one batch, and with three accumulated ones."""
     counts = []
     for batches in (1, 3):
         parts = built(ranks, store, str(batches), "train.precision=bf16")
@@ -343,36 +332,12 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
         parts.strategy.group,
         should_stop=(lambda: ranks.rank == 0 and next(calls) == 1) if stops else None,
     )
-    assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters()), (
-        "still gathered"
-    )
+    assert all(isinstance(parameter, DTensor) for parameter in parts.state.model.parameters())
     # Check that a training step still works after the evaluation.
     parts.state.phases[0].wrapped.train()
     backward(parts)
     parts.strategy.close()
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
-
-
-@pytest.fixture(scope="module")
-def evaluations() -> list[Any]:
-    """Return the results of an evaluation, and of one that a rank stops, on each of three ranks."""
-    return in_ranks(_evaluated_without_count, 3)
-
-
-@pytest.mark.slow(seconds=3)
-def test_fsdp_evaluation_completes_when_ranks_have_different_numbers_of_batches(
-    evaluations: list[Any],
-) -> None:
-    of_ranks = [whole for whole, _ in evaluations]
-    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
-    assert of_ranks[0] is not None and of_ranks[0][0] == 17
-
-
-@pytest.mark.processes
-def test_fsdp_evaluation_stops_on_all_ranks_when_one_rank_requests_a_stop(
-    evaluations: list[Any],
-) -> None:
-    assert [stopped for _, stopped in evaluations] == [None] * 3
 
 
 def _evaluated_without_count(ranks: Any, store: Any) -> list[list[float | None] | None]:
@@ -382,3 +347,90 @@ def _evaluated_without_count(ranks: Any, store: Any) -> list[list[float | None] 
     # sampler would, and the check would fail.
     evaluation._check_count = lambda loader, samples, group: int(group.sum(torch.tensor(samples)))  # type: ignore[assignment]
     return [evaluated(ranks, store, stops) for stops in (False, True)]
+
+
+@pytest.mark.slow(seconds=3)
+def test_fsdp_evaluation_ends_when_batches_of_ranks_differ_or_one_rank_requests_a_stop() -> None:
+    of_ranks = in_ranks(_evaluated_without_count, 3)
+    whole = [values for values, _ in of_ranks]
+    assert whole[0] == whole[1] == whole[2]
+    assert whole[0] is not None and whole[0][0] == 17
+    assert [stopped for _, stopped in of_ranks] == [None] * 3
+
+
+# Let configs refer to the classes of this file by a name below src, because a config may name only
+# classes of src/.
+HERE = "src.fsdp_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.norm(self.linear(features).relu())  # type: ignore[no-any-return]
+
+
+class ReadsWeight(nn.Module):
+    """Model that reads the weight of a block outside of the forward pass of the block."""
+
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__()
+        self.block, self.head = Block(in_chans * 64), nn.Linear(in_chans * 64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.block(images.flatten(1))
+        return self.head(functional.linear(features, self.block.linear.weight))  # type: ignore[no-any-return]
+
+
+class NamesNoBlocks(ReadsWeight):
+    def shard_blocks(self) -> list[nn.Module]:
+        return []
+
+
+class Scaled(ReadsWeight):
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__(num_classes, in_chans)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs * self.scale, targets)
+
+
+def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
+    """Train a step under fsdp with each model or loss; return the error messages."""
+    messages = []
+    for number, name in enumerate(("ReadsWeight", "Scaled", "Temperature", "NamesNoBlocks")):
+        config = resolved(
+            "parallel=fsdp", "parallel.devices=2", "data.image_size=8", "data.batch_size=24"
+        )
+        if name == "Temperature":
+            config.train.loss = f"{HERE}.{name}"
+        else:
+            config.model.name, config.model.kwargs = f"{HERE}.{name}", {}
+        strategy = build_strategy(config.parallel, ranks, PrefixStore(str(number), store))
+        try:
+            backward(build_run(config, strategy))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+        strategy.close()
+    return messages
+
+
+@pytest.mark.slow(seconds=3)
+def test_fsdp_error_for_a_model_or_loss_that_cannot_be_sharded_names_key_and_fix() -> None:
+    for reads_weight, scaled, temperature, names_no_blocks in in_ranks(refusals_of_fsdp, 2):
+        assert "shard_blocks()" in reads_weight and "parallel=ddp" in reads_weight
+        assert scaled.startswith("model.name: scale ") and "parallel=ddp" in scaled
+        assert temperature.startswith("train.loss: scale ")
+        assert names_no_blocks == ""

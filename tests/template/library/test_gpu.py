@@ -19,7 +19,7 @@ from timm_parallel.runtime.evaluation import evaluate
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
-from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA, on_gpus
+from timm_parallel.testing.gpu import ON_CUDA, ONLY_CUDA, on_gpus
 
 # Disable TF32, which convolutions of cuDNN use by default, to compare losses with those on a CPU.
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -175,7 +175,6 @@ def test_two_deterministic_trainings_end_with_equal_weights(train: Train, accele
 
 
 def run_python(train: Train, *words: str, environment: dict[str, str] | None = None) -> Finished:
-    """Run a script of the project. The test fails if the script fails."""
     command = [sys.executable, *words]
     done = train.start_command(command, train.base / "run", environment).finish()
     assert done.returncode == 0, done.output
@@ -220,7 +219,7 @@ def test_gpu_run_is_evaluated_exported_and_resumed_without_a_gpu(
 
 
 @pytest.mark.slow(seconds=40)
-@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
+@pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
 def test_compiled_run_trains_and_resumes(train: Train, accelerator: str) -> None:
     if accelerator == "cpu" and shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")

@@ -59,12 +59,11 @@ def fault_environment(kind: str, mark: Path, rank: int = 1) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("accelerator", "kind", "message"),
     [
-        ("cpu", "stop", "rank 1 does not answer"),
         pytest.param("cuda", "stop", "rank 1 does not answer", marks=ON_CUDA),
         pytest.param("cuda", "kill", "rank 1 was killed by SIGKILL", marks=ON_CUDA),
         pytest.param("nccl", "kill", "rank 1 was killed by SIGKILL", marks=on_gpus(2)),
     ],
-    ids=["stopped-cpu", "stopped-cuda", "killed-cuda", "killed-nccl"],
+    ids=["stopped-cuda", "killed-cuda", "killed-nccl"],
 )
 def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     train: Train, accelerator: str, kind: str, message: str

@@ -16,6 +16,7 @@ from tests.template.runs import run_warm
 from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.folder import FolderDataset, class_folders
+from timm_parallel.data.fractions import split_of
 from timm_parallel.testing.commands import Refuse
 
 
@@ -35,29 +36,24 @@ def image_folder(root: Path, counts: dict[str, dict[str, int]]) -> Path:
 
 
 GOOD = {"a": 1, "b": 1}
-BAD: dict[str, tuple[dict[str, dict[str, int]], str]] = {
-    "no_train": ({"val": GOOD}, "no folder"),
-    "no_val": ({"train": GOOD}, "no folder"),
-    "no_classes": ({"train": {}, "val": {}}, "no class folders"),
-    "one_class": ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
-    "an_empty_class": ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
-    "an_empty_class_in_val": ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
-    "another_class_in_val": (
-        {"train": GOOD, "val": {"a": 1, "c": 1}},
-        "train/ does not have 1 of the 2 classes",
-    ),
-    "another_class_in_test": (
-        {"train": GOOD, "val": GOOD, "test": {"z": 1}},
-        "/test: z; it has a, b",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"val": GOOD}, "no folder"),
+        ({"train": GOOD}, "no folder"),
+        ({"train": {}, "val": {}}, "no class folders"),
+        ({"train": {"a": 2}, "val": {"a": 1}}, "only the class a"),
+        ({"train": {"a": 1, "b": 0}, "val": GOOD}, "no image in"),
+        ({"train": GOOD, "val": {"a": 1, "b": 0}}, "no image in"),
+        ({"train": GOOD, "val": {"a": 1, "c": 1}}, "train/ does not have 1 of the 2 classes"),
+        ({"train": GOOD, "val": GOOD, "test": {"z": 1}}, "/test: z; it has a, b"),
+    ],
+)
 def test_image_folder_with_missing_splits_or_classes_is_refused(
-    refuse: Refuse, tmp_path: Path, name: str
+    refuse: Refuse, tmp_path: Path, counts: dict[str, dict[str, int]], message: str
 ) -> None:
-    counts, message = BAD[name]
     for split in counts:
         (tmp_path / "images" / split).mkdir(parents=True)
     root = image_folder(tmp_path / "images", counts)
@@ -92,11 +88,14 @@ def test_split_folders_among_class_folders_are_refused(
     assert f"{tmp_path}/<class>/ with" not in message
 
 
-def test_class_folder_named_train_is_accepted_when_the_folder_contains_no_subfolders(
+def test_class_folder_named_train_and_a_root_below_a_hidden_folder_are_accepted(
     tmp_path: Path,
 ) -> None:
-    image_folder(tmp_path, {"car": {"": 6}, "Train": {"": 6}})
-    check_data(Config(data=DataConfig(name="folder", root=str(tmp_path), val_fraction=0.4)))
+    root = image_folder(tmp_path / ".cache", {"car": {"": 6}, "Train": {"": 6}})
+    config = DataConfig(name="folder", root=str(root), val_fraction=0.4)
+    check_data(Config(data=config))
+    dataset = FolderDataset(config)
+    assert len(dataset.train) + len(dataset.val) == 12
 
 
 @pytest.mark.parametrize(
@@ -134,28 +133,19 @@ def test_custom_dataset_may_use_data_root() -> None:
     check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))
 
 
-HIDDEN = (".Trash-501/files", "@eaDir/0.jpg", "__MACOSX")
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("hidden", [".Trash-501/files", "@eaDir/0.jpg", "__MACOSX"])
 def test_image_folder_skips_hidden_and_system_folders_and_counts_them(
     tmp_path: Path, hidden: str
 ) -> None:
-    counts = {"train": {"cat": 3, "dog": 3}, "val": {"cat": 1, "dog": 1}}
-    root = image_folder(tmp_path / "images", counts)
+    root = image_folder(tmp_path / "images", {"train": GOOD, "val": GOOD})
     # One copy is below a class, and one next to the classes.
-    for parent in (root / "train" / "cat", root / "train"):
+    for parent in (root / "train" / "a", root / "train"):
         (parent / hidden).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(parent / hidden / "copy.png")
     dataset = FolderDataset(DataConfig(name="folder", root=str(root)))
-    assert dataset.target_names == ["cat", "dog"]
-    assert len(dataset.train) == 6
+    assert dataset.target_names == ["a", "b"]
+    assert len(dataset.train) == 2
     assert dataset.left_out == {f"folder {hidden.partition('/')[0]}": 2}
-
-
-def test_image_folder_below_a_hidden_folder_is_read(tmp_path: Path) -> None:
-    root = image_folder(tmp_path / ".cache" / "images", {"train": GOOD, "val": GOOD})
-    assert len(FolderDataset(DataConfig(name="folder", root=str(root))).train) == 2
 
 
 def test_image_folder_reads_further_suffixes_and_counts_the_other_files(tmp_path: Path) -> None:
@@ -178,28 +168,20 @@ def test_image_folder_reads_further_suffixes_and_counts_the_other_files(tmp_path
     assert ".heic (2)" in note
 
 
-def test_notes_name_classes_without_a_training_image(tmp_path: Path) -> None:
+def test_notes_name_classes_without_a_training_image_and_those_of_similar_names(
+    tmp_path: Path,
+) -> None:
     """With data.val_fraction, the only image of a rare class may be in the val split."""
-    root = image_folder(tmp_path, {"cat": {"": 9}, "dog": {"": 9}, "rare": {"": 1}})
+    root = image_folder(tmp_path, {"Oak": {"": 9}, "oak ": {"": 9}, "rare": {"": 1}})
+    config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
+    image, notes_of = root / "rare" / "0.jpg", {}
     for number in range(40):
-        (root / "rare" / "0.jpg").rename(root / "rare" / f"{number}.jpg")
-        config = DataConfig(name="folder", root=str(root), val_fraction=0.3)
-        dataset = FolderDataset(config)
-        notes = dataset.notes("label")
-        assert isinstance(dataset.train, Files)
-        if len(dataset.train) == 0 or 2 not in {label for _, label in dataset.train.files}:
-            break
-        assert notes == []
-        (root / "rare" / f"{number}.jpg").rename(root / "rare" / "0.jpg")
-    assert len(notes) == 1 and "rare" in notes[0]
-
-
-def test_notes_name_classes_that_probably_mean_the_same(tmp_path: Path) -> None:
-    root = image_folder(
-        tmp_path, {split: {"Oak": 2, "oak ": 2, "elm": 2} for split in ("train", "val")}
-    )
-    notes = FolderDataset(DataConfig(name="folder", root=str(root))).notes("label")
-    assert len(notes) == 1 and "'Oak' and 'oak '" in notes[0]
+        image = image.rename(root / "rare" / f"{number}.jpg")
+        notes_of[split_of(f"rare/{number}.jpg", config)] = FolderDataset(config).notes("label")
+    (alike,) = notes_of["train"]
+    assert "'Oak' and 'oak '" in alike
+    (absent,) = {*notes_of["val"]} - {alike}
+    assert "rare" in absent
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

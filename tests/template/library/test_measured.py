@@ -1,7 +1,9 @@
-"""Throughput, times per rank, communication, energy and disturbances of a run."""
+"""Throughput, times per rank, communication, energy, disturbances and profile of a run."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import threading
 import time
@@ -15,9 +17,11 @@ from torch import nn
 from src.train.run import run
 from tests.template.runs import resolved, run_python, task_of
 from timm_parallel.batch import Batch
+from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
+from timm_parallel.measure.step_hooks import StepHooks, summary_lines
 from timm_parallel.measure.telemetry import Energy
 from timm_parallel.parallel.distributed import Distributed, TimedDistributedDataParallel
 from timm_parallel.parallel.networks import Networks, PhaseStep
@@ -41,14 +45,12 @@ QUIET: dict[str, Any] = {
 
 
 def by_the_clock(folder: Path, batch: int) -> float:
-    """Compute images per second from the timestamps in metrics.jsonl."""
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line]
     first, last = lines[0], lines[-1]
     return float(batch * (last["step"] - first["step"]) / (last["time"] - first["time"]))
 
 
 def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
-    """Train a complete run on this rank, and return its result."""
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
@@ -56,7 +58,6 @@ def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str,
 
 
 def train_two_ranks(folder: Path) -> dict[str, Any]:
-    """Train one epoch of 78 steps with ddp on two ranks. Return the result."""
     words = (
         "parallel=ddp",
         "parallel.devices=2",
@@ -69,7 +70,6 @@ def train_two_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Return the result and the folder of a run on two ranks."""
     folder = tmp_path_factory.mktemp("measured") / "run"
     return train_two_ranks(folder), folder
 
@@ -89,33 +89,22 @@ def test_images_per_sec_of_a_ddp_result_matches_the_timestamps_of_its_logged_ste
     assert ratios[-1] == pytest.approx(1, rel=0.02), ratios
 
 
-def test_step_time_parts_in_result_json_add_up_to_the_mean_step_time(
+def test_result_json_of_ddp_has_parts_of_the_step_time_and_times_and_hashes_of_all_ranks(
     two_ranks: tuple[dict[str, Any], Path],
 ) -> None:
     result, _ = two_ranks
     step = 1000 * 16 / result["throughput"]["images_per_sec"]
     assert sum(result["step"].values()) == pytest.approx(step)
     assert min(result["step"].values()) >= 0
-
-
-def test_result_json_has_the_data_time_and_compute_time_of_every_rank(
-    two_ranks: tuple[dict[str, Any], Path],
-) -> None:
-    result, _ = two_ranks
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert {key for rank in result["ranks"] for key in rank} == {
         *("rank", "host", "device", "data_ms", "compute_ms", "step_ms")
     }
     assert result["hosts"] == [result["ranks"][0]["host"]]
-
-
-def test_ddp_result_json_records_the_parameter_hash_and_that_all_ranks_have_equal_parameters(
-    two_ranks: tuple[dict[str, Any], Path],
-) -> None:
-    result, _ = two_ranks
     assert result["proof"].keys() == {"parameters_hash_start", "hashes_equal", "chunk_sizes"}
     assert result["proof"]["hashes_equal"] is True and result["proof"]["chunk_sizes"] == [8, 8]
     assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
+    assert result["energy"] == {"joules_per_image": None, "kwh": None}, "unknown on a CPU"
 
 
 def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_step(
@@ -129,7 +118,6 @@ def test_gradient_accumulation_drops_images_that_do_not_fill_the_last_optimizer_
 
 
 def slow_rank(ranks: Ranks, store: Any, folder: str, slow: int, *overrides: str) -> dict[str, Any]:
-    """Train a run in which one rank computes 20 ms longer in every step."""
     clip = Step._clip
 
     def slower(step: Step, phase: Any) -> None:
@@ -240,7 +228,6 @@ def test_communication_time_of_dp_and_fsdp_is_unknown_on_two_devices_and_zero_on
 
 
 def usage(**changes: float) -> dict[str, Any]:
-    """Build the CPU usage record of a rank that kept one of two processors busy for ten seconds."""
     quiet = {
         "wall": 10.0,
         "own": 10.0,
@@ -255,9 +242,7 @@ def usage(**changes: float) -> dict[str, Any]:
 
 def test_measured_cpu_load_of_other_programs_excludes_the_cpu_time_of_the_run() -> None:
     measured = guard({"halves": [100.0, 101.0]}, [usage(), usage()], [])
-    assert measured["load"] == 0.0, (
-        "expected zero load by other programs, because both ranks belong to this run"
-    )
+    assert measured["load"] == 0.0
     measured = guard(
         {"halves": [100.0, 90.0]}, [usage(busy=20.0, stolen=1.0, ran=4.0, queued=6.0)], []
     )
@@ -306,42 +291,34 @@ class SteppedGpu:
 def metered(
     ranks: Ranks, store: Any, folder: str, uuids: list[str], known: bool, *overrides: str
 ) -> dict[str, Any]:
-    """Train a run with one fake GPU per rank, and return its result."""
     gpu: Any = SteppedGpu(uuids[ranks.rank], known or ranks.rank == 0)
     telemetry.Energy = lambda gpus: Energy([gpu])  # type: ignore[assignment, misc]
     return trained(ranks, store, folder, *overrides)
 
 
 @pytest.mark.parametrize(
-    ("uuids", "gpus"),
+    ("uuids", "known", "gpus"),
     [
-        (["GPU-a", "GPU-a"], 1),
-        pytest.param(["GPU-a", "GPU-b"], 2, marks=pytest.mark.nightly),
+        # Ranks that share a GPU read the same energy counter, which must count once.
+        (["GPU-a", "GPU-a"], True, 1),
+        (["GPU-a", "GPU-b"], True, 2),
+        (["GPU-a", "GPU-b"], False, None),
     ],
 )
 @pytest.mark.slow(seconds=2)
-def test_result_energy_is_summed_over_the_distinct_gpus_of_all_ranks(
-    tmp_path: Path, uuids: list[str], gpus: int
+@pytest.mark.sample(2)
+def test_result_energy_is_summed_over_the_distinct_gpus_and_null_when_one_is_unknown(
+    tmp_path: Path, uuids: list[str], known: bool, gpus: int | None
 ) -> None:
-    """Ranks that share a GPU read the same energy counter. The energy of this GPU must count
-    once.
-    """
     words = ("parallel=ddp", "parallel.devices=2", "train.epochs=2")
-    result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, True, *words)[0]
+    result = in_ranks(metered, 2, str(tmp_path / "run"), uuids, known, *words)[0]
     assert result["throughput"]["steps_timed"] < result["steps"]
-    assert result["energy"]["joules_per_image"] == pytest.approx(gpus * 5 / result["batch_size"])
-    assert result["energy"]["kwh"] == pytest.approx(gpus * 5 * result["steps"] / 3.6e6)
-
-
-@pytest.mark.slow(seconds=2)
-def test_result_energy_is_null_when_one_gpu_has_no_energy_counter(tmp_path: Path) -> None:
-    words = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
-    result = in_ranks(metered, 2, str(tmp_path / "run"), ["GPU-a", "GPU-b"], False, *words)[0]
-    assert result["energy"] == {"joules_per_image": None, "kwh": None}
-
-
-def test_result_energy_is_null_when_training_on_cpu(two_ranks: tuple[dict[str, Any], Path]) -> None:
-    assert two_ranks[0]["energy"] == {"joules_per_image": None, "kwh": None}
+    energy = result["energy"]
+    if gpus is None:
+        assert energy == {"joules_per_image": None, "kwh": None}
+    else:
+        assert energy["joules_per_image"] == pytest.approx(gpus * 5 / result["batch_size"])
+        assert energy["kwh"] == pytest.approx(gpus * 5 * result["steps"] / 3.6e6)
 
 
 @pytest.mark.processes
@@ -350,3 +327,121 @@ def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() ->
     held = bytearray(300 * 2**20)
     code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
     assert 2**20 < int(run_python("-c", code).stdout) < len(held) // 2
+
+
+PROFILE = (
+    "debug=profile",
+    "train.epochs=1000",
+    "train.profile_steps=2",
+    "train.max_steps=25",
+    "train.accumulate=2",
+)
+PARTS = {"data", "forward", "backward", "optimizer"}
+
+
+def profiled(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
+    return trained(ranks, store, folder, *PROFILE, *overrides)
+
+
+def parts_of(entry: dict[str, Any]) -> dict[str, float]:
+    return {name.removesuffix("_ms"): ms for name, ms in entry["parts"].items()}
+
+
+def check_profile(result: dict[str, Any], folder: Path, ranks: int = 1) -> None:
+    assert result["throughput"]["steps_timed"] == 12
+    assert [entry["rank"] for entry in result["profile"]] == list(range(ranks))
+    for entry in result["profile"]:
+        parts = parts_of(entry)
+        assert set(parts) == PARTS
+        assert min(parts.values()) > 0
+        check_trace(folder / entry["trace"], parts)
+        table = (folder / entry["trace"]).with_name(f"rank_{entry['rank']}.txt").read_text()
+        assert len(table.splitlines()) > 20 and "aten::addmm" in table
+
+
+def check_trace(path: Path, parts: dict[str, float]) -> None:
+    """Check that the trace has Chrome's format, which Perfetto reads: each complete event has a
+    name, start, duration, process and thread.
+
+    Check also that the times of the step parts in result.json are the durations of these
+    events, per step.
+    """
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    whole = [event for event in events if event.get("ph") == "X"]
+    assert all({"name", "ts", "dur", "pid", "tid"} <= set(event) for event in whole)
+    ranges = [event["name"] for event in whole if event.get("cat") == "user_annotation"]
+    assert {name.removeprefix("step: ") for name in ranges if name.startswith("step: ")} == PARTS
+    for part, ms in parts.items():
+        microseconds = sum(event["dur"] for event in whole if event["name"] == f"step: {part}")
+        assert microseconds / 1000 / 2 == pytest.approx(ms, rel=0.01, abs=0.01)
+    assert ranges.count("step: optimizer") == 2
+    assert ranges.count("step: backward") == 4, "times train.accumulate"
+
+
+@pytest.mark.slow(seconds=3)
+def test_headspace_replays_batches_saves_nothing_and_marks_its_result(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    config = resolved(
+        "debug=headspace",
+        "parallel=single",
+        "data.replay_batches=3",
+        "train.epochs=1000",
+        "train.max_steps=26",
+    )
+    run(config, folder, Ranks(), None)
+    result = read_result(folder)
+    assert result.steps == 26 and result.throughput["steps_timed"] == 20
+    assert any("data.replay_batches=3" in flag for flag in result.flags)
+    assert result.checkpoint is None and not [*folder.rglob("*.pt")]
+    # A run that has a checkpoint is real training, so replaying batches must not continue it.
+    run(resolved("parallel=single", "train.max_steps=2"), folder, Ranks(), None)
+    assert read_result(folder).checkpoint is not None
+    with pytest.raises(RefusedError, match=r"^data\.replay_batches=3: .*resume"):
+        run(config, folder, Ranks(), None)
+
+
+@pytest.mark.slow(seconds=4)
+def test_profiled_run_trains_the_same_weights_as_an_unprofiled_run_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = profiled(Ranks(), None, str(tmp_path / "run"), "parallel=single")
+    check_profile(result, tmp_path / "run")
+    # Without a profiler, the training loop must call the plain step hooks.
+    hooks: list[type] = []
+    monkeypatch.setattr(StepHooks, "start_update", lambda self: hooks.append(type(self)))
+    words = ("parallel=single", "train.profile_steps=null")
+    without = profiled(Ranks(), None, str(tmp_path / "without"), *words)
+    assert set(hooks) == {StepHooks} and without["profile"] == []
+    assert result["parameters_hash"] == without["parameters_hash"]
+    lines = summary_lines(result["profile"][0], result["seconds"]["start"], tmp_path / "run")
+    assert lines[0].startswith("start ") and "first batch" in lines[0]
+    assert lines[1].startswith("a step") and "backward" in lines[1]
+    assert any("rank_*.txt" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
+    result = in_ranks(profiled, 2, str(tmp_path / "run"), "parallel=ddp", "parallel.devices=2")[0]
+    check_profile(result, tmp_path / "run", ranks=2)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("train.max_steps=13",), ("train.max_steps=null", "train.epochs=4")]
+)
+def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Four epochs have twelve steps. With train.max_steps, the run fails before its ranks start.
+    With train.epochs, the run fails after the data are loaded, because the number of steps is
+    known only then.
+    """
+    # A refusal after the data are loaded raises RefusedError, which is a subclass of ValueError.
+    with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
+        profiled(Ranks(), None, str(tmp_path / "run"), "parallel=single", *overrides)
+    message = str(refusal.value)
+    assert message.startswith("train.profile_steps=2: ")
+    assert "14 steps or more" in message and "\n" not in message

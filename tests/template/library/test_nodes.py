@@ -1,9 +1,10 @@
-"""Runs on several nodes: rank variables, comparison of the nodes, and errors."""
+"""Ranks of several nodes and launchers: rank variables, comparison of the nodes, and errors."""
 
 from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -12,12 +13,15 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
 
 from src.app import app
-from tests.template.runs import resolved
+from src.data.datasets import Synthetic
+from tests.template.runs import parts_of, resolved, run_warm, tiny, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
 from timm_parallel.launch import node, nodes, torchrun
@@ -30,13 +34,20 @@ from timm_parallel.launch.nodes import (
 from timm_parallel.launch.rendezvous import listen_towards
 from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.machine.lock import lock_folder
-from timm_parallel.machine.ranks import NodeAddress, Ranks, ranks_from_environment, tasks_per_node
+from timm_parallel.machine.ranks import (
+    NEEDED,
+    NodeAddress,
+    Ranks,
+    ranks_from_environment,
+    tasks_per_node,
+)
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
+from timm_parallel.runtime.run import Training
+from timm_parallel.state import checkpoint
+from timm_parallel.testing.commands import Finished, Refuse, Running, Train
+from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -57,20 +68,9 @@ TORCHRUN = {
 }
 
 
-def test_task_of_srun_reads_rank_world_size_and_node_from_slurm_variables() -> None:
-    assert ranks_from_environment(SRUN) == Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
-
-
-def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
-    """Here srun starts one task per node, and each task is a torchrun agent that starts the
-    ranks.
-    """
-    place = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
-    assert ranks_from_environment(SRUN | TORCHRUN) == place
-    assert (
-        ranks_from_environment(SRUN | TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"})
-        == place
-    )
+TWO = ("parallel=ddp", "parallel.devices=2")
+OF_SRUN = Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
+OF_TORCHRUN = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -80,38 +80,44 @@ def test_torchrun_variables_override_srun_variables_when_both_are_set() -> None:
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "4"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (SRUN, OF_SRUN),
+        # Here srun starts an agent of torchrun per node, and each agent starts the ranks.
+        ({**SRUN, **TORCHRUN}, OF_TORCHRUN),
+        ({**SRUN, **TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, OF_TORCHRUN),
         # A wrapper script under mpirun sets the variables of torchrun for each process.
-        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 1, 2, 0, node=1, nodes=2)),
+        ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, OF_TORCHRUN),
         # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
-        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, Ranks(4, 5, 1, 2, 0, node=1, nodes=2)),
+        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, OF_SRUN),
     ],
 )
-def test_one_task_of_srun_or_mpi_is_no_rank_and_mpi_variables_of_others_are_ignored(
+def test_ranks_are_those_of_torchrun_or_else_of_several_tasks_of_srun(
     environment: dict[str, str], ranks: Ranks | None
 ) -> None:
     assert ranks_from_environment(environment) == ranks
 
 
 @pytest.mark.parametrize(
-    ("environment", "name"),
+    ("environment", "message"),
     [
-        ({"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, "PMI_SIZE=4"),
+        (
+            {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"},
+            r"^PMI_SIZE=4: .*python train\.py.* torchrun or srun",
+        ),
         # In a Slurm allocation, mpirun itself starts one process per node with srun. So the
         # variables of srun are set too.
-        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "8"}, "^OMPI_COMM_WORLD_SIZE=8: .* torchrun or srun"),
+        *(
+            ({key: value for key, value in SRUN.items() if key != missing}, missing)
+            for missing in SRUN
+            if missing not in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
+        ),
     ],
 )
-def test_ranks_started_by_mpirun_are_refused_with_advice_to_use_torchrun_or_srun(
-    environment: dict[str, str], name: str
+def test_ranks_of_mpirun_or_without_a_variable_of_slurm_are_refused(
+    environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}: .*python train\.py.* torchrun or srun"):
+    with pytest.raises(ValueError, match=message):
         ranks_from_environment(environment)
-
-
-@pytest.mark.parametrize("missing", sorted(set(SRUN) - {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}))
-def test_error_names_the_slurm_variable_that_an_srun_task_lacks(missing: str) -> None:
-    with pytest.raises(ValueError, match=missing):
-        ranks_from_environment({key: value for key, value in SRUN.items() if key != missing})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,6 @@ def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: 
 
 
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
-    """Build the inventory of nodes with (ranks, cores, CUDA devices)."""
     return [
         NodeInventory(
             node,
@@ -136,8 +141,8 @@ def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
 
 
 def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
-    config = resolved("parallel=ddp", "parallel.devices=2")
-    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    config = resolved(*TWO)
+    asked = resolved(*TWO).parallel
     asked.threads_per_device = "auto"  # type: ignore[assignment]
     fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
     assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
@@ -148,8 +153,8 @@ def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
 
 
 def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
-    config = resolved("parallel=ddp", "parallel.devices=2")
-    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    config = resolved(*TWO)
+    asked = resolved(*TWO).parallel
     asked.threads_per_device, config.parallel.accelerator, config.parallel.backend = (
         "auto",  # type: ignore[assignment]
         "cuda",
@@ -166,8 +171,8 @@ def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() ->
 
 
 def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None:
-    config = resolved("parallel=ddp", "parallel.devices=2")
-    asked = resolved("parallel=ddp", "parallel.devices=2").parallel
+    config = resolved(*TWO)
+    asked = resolved(*TWO).parallel
     asked.accelerator = "auto"
     with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
         fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
@@ -190,8 +195,6 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
     """Two torchrun jobs may have the same --rdzv-id. The first attempt of a job may also have
     failed before it created a run folder.
     """
-    from torch.distributed import HashStore, PrefixStore
-
     first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "101")
     monkeypatch.setattr(torchrun, "_run_and_report", lambda *given: 0)
@@ -205,7 +208,7 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
         assert torchrun.remembered_folder(second) is None
         torchrun.run_rank_zero(
             lambda *given: None,
-            resolved("parallel=ddp", "parallel.devices=2"),
+            resolved(*TWO),
             tmp_path / job,
             first,
         )
@@ -222,8 +225,6 @@ ARGUMENTS = ["model=tiny", "train.epochs=4", "hub.token=abcdefgh"]
 def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.distributed import HashStore
-
     store = HashStore()
     for node_ in range(3):
         monkeypatch.setattr(nodes, "host_name", lambda node_=node_: f"host{node_}")
@@ -242,11 +243,9 @@ def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
 def test_rank_0_fails_when_ranks_are_missing_after_start_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.distributed import HashStore
-
     store = HashStore()
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
-    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1")
+    config = resolved(*TWO, "parallel.start_timeout=1")
     since = time.monotonic()
     with pytest.raises(ValueError, match=r"^rank 1 \(of 0 to 1\): .* parallel\.start_timeout=1 s"):
         torchrun.negotiate(config, config.parallel, Ranks(0, 2, 0, 1, node=0, nodes=2))
@@ -263,8 +262,6 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     is_printed: bool,
 ) -> None:
     """Rank 0 prints the error on its node, and the first rank of each other node there."""
-    from torch.distributed import HashStore
-
     store, ranks = HashStore(), Ranks(*place)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
@@ -279,28 +276,20 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
 
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
-    from src.train.build import build_run
-    from timm_parallel.parallel.strategy import build_strategy
-
-    config = resolved("parallel=ddp", "parallel.devices=2", "data=synthetic")
+    config = resolved(*TWO, "data=synthetic")
     if ranks.rank == 1:
         config.data.kwargs = {"num_classes": 9} if change == "num_classes" else {}
     if change == "labels":
         shift_synthetic_labels(ranks.rank)
-    strategy = build_strategy(config.parallel, ranks, store)
     try:
-        build_run(config, strategy)
+        parts_of(config, ranks, store).strategy.close()
     except ValueError as error:
         return str(error)
-    finally:
-        strategy.close()
     return ""
 
 
 def shift_synthetic_labels(number: int) -> None:
     """Add `number` to all labels of the synthetic dataset in this process."""
-    from src.data.datasets import Synthetic
-
     ordinary = Synthetic.__init__
 
     def initialize(self: Any, *given: Any, **more: Any) -> None:
@@ -329,19 +318,7 @@ def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
 def _train(
     ranks: Ranks, store: Store, folder: str, overrides: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[int]]:
-    from pathlib import Path
-
-    from tests.template.runs import train_run
-    from timm_parallel.record.result import read_result
-    from timm_parallel.runtime.run import Training
-
-    config = resolved(
-        "parallel=ddp",
-        "parallel.devices=2",
-        "train.evaluate_every=0",
-        "data.limit_train=64",
-        *overrides,
-    )
+    config = resolved(*TWO, "train.evaluate_every=0", "data.limit_train=64", *overrides)
     saved: list[int] = []
     save_if_due, save = Training._save_if_due, Training._save
 
@@ -363,20 +340,13 @@ def _train(
 
 
 @pytest.mark.slow(seconds=1)
-def test_recorded_communication_bytes_are_four_per_parameter_in_fp32(tmp_path: Path) -> None:
-    results, _ = in_ranks(_train, 2, str(tmp_path), ("train.epochs=1",))
-    assert results[0]["bytes_per_step"] == 4 * results[0]["parameters"]
-
-
-@pytest.mark.slow(seconds=1)
-def test_checkpoint_every_minutes_follows_the_clock_of_rank_0_on_all_ranks(tmp_path: Path) -> None:
-    overrides = (
-        "train.epochs=1",
-        "train.log_every=1",
-        "data.batch_size=16",
-        "checkpoint.every_minutes=1000",
-    )
-    (_, first), (_, second) = in_ranks(_train, 2, str(tmp_path), overrides)
+def test_recorded_bytes_are_four_per_value_and_every_minutes_follows_the_clock_of_rank_0(
+    tmp_path: Path,
+) -> None:
+    words = ("train.epochs=1", "data.batch_size=16", "checkpoint.every_minutes=1000")
+    (result, first), (_, second) = in_ranks(_train, 2, str(tmp_path), (*words, "train.log_every=1"))
+    assert result["bytes_per_step"] == 4 * result["parameters"]
+    # A checkpoint at the end only.
     assert first == second == [4]
 
 
@@ -388,9 +358,7 @@ def test_second_node_waits_for_node_0_no_longer_than_start_timeout(
     node cannot read this config and uses the default timeout.
     """
     if is_seen:
-        save_config(
-            resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=1234"), tmp_path
-        )
+        save_config(resolved(*TWO, "parallel.start_timeout=1234"), tmp_path)
     waited: list[float] = []
 
     def find_no_node_0(place: NodeAddress, timeout: float) -> None:
@@ -406,9 +374,7 @@ def test_second_node_waits_for_node_0_no_longer_than_start_timeout(
 @pytest.fixture
 def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create the run folder of a requeued Slurm job with ID 7. The fake node 0 starts no ranks."""
-    save_config(
-        resolved("parallel=ddp", "parallel.devices=2", "parallel.start_timeout=61"), tmp_path
-    )
+    save_config(resolved(*TWO, "parallel.start_timeout=61"), tmp_path)
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(node, "find_address", NodeAddress)
@@ -468,10 +434,7 @@ def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     monkeypatch.setattr(node, "run_ranks", run_ranks)
-    assert (
-        node.run_node_zero(resolved("parallel=ddp", "parallel.devices=2"), tmp_path, NodeAddress())
-        == code
-    )
+    assert node.run_node_zero(resolved(*TWO), tmp_path, NodeAddress()) == code
     result = read_result(tmp_path)
     assert result.status == ("failed" if code == 1 else "interrupted")
     assert ("cluster.time" in result.reason) == (code == 1)
@@ -524,3 +487,84 @@ def test_torchrun_is_refused_when_nnodes_is_a_range(
         monkeypatch.setenv("PET_NNODES", variable)
     with pytest.raises(ValueError, match=r"--nnodes=1:.") if is_refused else nullcontext():
         torchrun._refuse_elastic_nodes()
+
+
+def by_hand(train: Train, folder: Path, *overrides: str) -> list[Running]:
+    """Start rank 1 and rank 0, as a cluster starts ranks without torchrun. Return both commands."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in (1, 0):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "train.py", *tiny(f"hydra.run.dir={folder}", *overrides)]
+        started.append(train.start_command(command, folder, environment))
+    return started
+
+
+def check(done: Finished) -> None:
+    folder, result = done.folder, done.result
+    assert [path.parent for path in folder.rglob(".hydra")] == [folder]
+    writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
+    assert len(writers) == 1, "expected TensorBoard files from one process"
+    assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert list(folder.rglob("*.tmp")) == []
+    assert result["status"] == "done"
+    assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == (
+        "ddp",
+        2,
+        2,
+        2,
+    )
+    assert result["backend"] == "gloo"
+    assert result["proof"]["hashes_equal"] is True
+    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
+    assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.slow(seconds=10)
+def test_run_of_two_torchrun_ranks_writes_each_record_once_and_equals_that_of_python(
+    train: Train, tmp_path: Path
+) -> None:
+    done = train("parallel=ddp", form="torchrun")
+    assert done.returncode == 0, done.output
+    line = next(line for line in done.stdout.splitlines() if line.startswith("folder"))
+    done = replace(done, folder=Path(line.split()[-1]))
+    check(done)
+    temporary = [path.name for path in train.temporary.iterdir()]
+    assert all(name.startswith("torchelastic_") for name in temporary), (
+        "expected no files except the log folder of torchrun"
+    )
+    other = Finished(0, "", "", run_warm(tmp_path / "python", *TWO), 0.0)
+    assert without_times(done.metrics) == without_times(other.metrics)
+    assert done.result["parameters_hash"] == other.result["parameters_hash"]
+    weights, others = (
+        checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)
+    )
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.slow(seconds=4)
+def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
+    ranks = by_hand(train, train.base / "run", "parallel=ddp", "modle=tiny")
+    ended = [rank.finish() for rank in ranks]
+    assert [done.returncode for done in ended] == [2, 2]
+    stderr = "".join(done.stderr for done in ended)
+    assert len(stderr.splitlines()) == stderr.count("did you mean model") == 1, stderr
+    assert not (train.base / "run").exists()
+
+
+def test_sweep_is_refused_under_torchrun(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NEEDED:
+        monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "2"))
+    monkeypatch.setattr(
+        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
+    )
+    assert "python train.py -m" in refuse("-m", "parallel=ddp")

@@ -19,13 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.app import app
-from src.schema import Config
 from tests.template.runs import resolved
 from timm_parallel.config.arguments import errors_in_one_line
 from timm_parallel.entry import run_command
 from timm_parallel.lab.code_copy import git
 from timm_parallel.launch import job
-from timm_parallel.launch.resume import records_of, restore_records
 from timm_parallel.machine.files import claim_folder, write_json, write_text
 from timm_parallel.record import code_diff, environment
 from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
@@ -44,21 +42,24 @@ from timm_parallel.testing.ranks import warm_ranks
 
 
 @pytest.mark.parametrize(("output", "dirty"), [(None, None), ("", False), (" M train.py", True)])
-def test_environment_json_dirty_is_true_for_uncommitted_changes_and_null_when_git_fails(
-    monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
+def test_environment_json_dirty_is_true_and_code_diff_written_only_for_uncommitted_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, dirty: bool | None
 ) -> None:
+    """If git fails, dirty is null."""
     monkeypatch.setattr(environment, "output_of", lambda *command: output)
-    assert environment.environment_facts(Config())["dirty"] is dirty
+    job.prepare(resolved(), tmp_path)
+    assert json.loads((tmp_path / "environment.json").read_text())["dirty"] is dirty
+    assert (tmp_path / CODE_DIFF).exists() == bool(dirty)
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a git repository with a commit of two files, and colored git output."""
     root = tmp_path / "code"
     root.mkdir()
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     (tmp_path / "gitconfig").write_text(
         "[user]\nname = me\nemail = me@example.org\n[color]\nui = always\n[diff]\nnoprefix = true\n"
+        "[core]\nquotepath = off\n"
     )
     (root / "train.py").write_text("first\nsecond\n")
     (root / "notes.txt").write_text("1\n")
@@ -79,23 +80,20 @@ def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
     subprocess.run(("git", "-C", repository, "add", "notes.txt"), check=True, timeout=60)
     (repository / "mine").mkdir()
     (repository / "mine" / "model.py").write_text("untracked code")
+    (repository / os.fsdecode(b"of \xff.py")).touch()
     write_code_diff(tmp_path, True, repository)
     diff = tmp_path / CODE_DIFF
     assert (
-        diff.read_text().startswith("untracked: mine/\n")
+        diff.read_text().startswith("untracked: mine/\nuntracked: of \ufffd.py\n")
         and "untracked code" not in diff.read_text()
     )
     subprocess.run(("git", "-C", repository, "reset", "-q", "--hard"), check=True, timeout=60)
     subprocess.run(("git", "-C", repository, "apply", diff), check=True, timeout=60)
     assert {name: (repository / name).read_text() for name in changed} == changed
-
-
-def test_code_diff_of_an_earlier_attempt_is_removed_when_there_are_no_git_changes(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / CODE_DIFF).write_text("old")
+    write_code_diff(tmp_path, True, tmp_path / "nowhere")
+    assert diff.read_text().startswith("cut: "), "git fails there"
     write_code_diff(tmp_path, False)
-    assert not (tmp_path / CODE_DIFF).exists()
+    assert not diff.exists(), "expected no code.diff of an earlier attempt"
 
 
 def test_code_diff_larger_than_1_mb_is_truncated_at_the_end_of_a_line(
@@ -114,27 +112,6 @@ def test_code_diff_larger_than_1_mb_is_truncated_at_the_end_of_a_line(
     monkeypatch.setattr(code_diff, "LARGEST", 3_000_000)
     write_code_diff(tmp_path, True, repository)
     assert len((tmp_path / CODE_DIFF).read_text().splitlines()) > 100_000
-
-
-@pytest.mark.parametrize("before", ["the diff of the run", None])
-def test_refused_resume_restores_the_code_diff_that_the_run_had_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
-) -> None:
-    monkeypatch.setattr(job, "environment_facts", lambda config: {"dirty": True})
-    if before is not None:
-        (tmp_path / CODE_DIFF).write_text(before)
-    records = records_of(tmp_path)
-    job.prepare(resolved(), tmp_path)
-    assert (tmp_path / CODE_DIFF).read_text() != before
-    restore_records(tmp_path, records)
-    assert ((tmp_path / CODE_DIFF).read_text() if before else (tmp_path / CODE_DIFF).exists()) == (
-        before or False
-    )
-
-
-def test_code_diff_contains_a_note_on_missing_changes_when_git_fails(tmp_path: Path) -> None:
-    write_code_diff(tmp_path, True, tmp_path / "nowhere")
-    assert (tmp_path / CODE_DIFF).read_text().startswith("cut: ")
 
 
 def test_git_command_is_refused_in_one_line_when_git_is_not_installed(
@@ -169,14 +146,6 @@ def test_seconds_of_a_run_are_right_when_the_clock_is_changed_meanwhile(tmp_path
     assert all(0 <= line["time"] < took for line in read_lines(folder / "metrics.jsonl"))
 
 
-def test_output_of_a_command_that_is_not_utf8_is_decoded_with_replacement_characters() -> None:
-    """If core.quotepath is off, git prints a file name that is not UTF-8 without quoting it."""
-    assert (
-        environment.output_of(sys.executable, "-c", "import os; os.write(1, b'?? \\xff.py')")
-        == "?? \ufffd.py"
-    )
-
-
 def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folders(
     tmp_path: Path,
 ) -> None:
@@ -199,12 +168,8 @@ def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folde
         "time",
         *(f"time_{number}" for number in range(1, count)),
     }
-
-
-def test_run_folder_gets_a_numbered_name_when_a_file_has_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
-    assert (tmp_path / "run").read_text() == "a file"
 
 
 @pytest.mark.parametrize("where", ["file/run", "", "."])
@@ -276,7 +241,7 @@ def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_nan_and_infinity_become_null_in_json_files(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null_in_json_files_and_metrics_jsonl(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     write_json(
         tmp_path / "value.json",
@@ -285,14 +250,11 @@ def test_nan_and_infinity_become_null_in_json_files(tmp_path: Path) -> None:
     text = (tmp_path / "value.json").read_text()
     expected = {"loss": None, "list": [1.5, None, [None, 2]], "deep": {"er": {"x": None}}}
     assert json.loads(text, parse_constant=reject) == expected
-
-
-def test_nan_becomes_null_in_metrics_jsonl(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.write(1, loss=float("nan"), acc=0.5)
+    log.write(1, loss=nan, acc=0.5)
     log.close()
-    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": None, "acc": 0.5}]
-    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=reject) == {"step": 1, "loss": None, "acc": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -379,20 +341,6 @@ def logged(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(path)]
 
 
-def test_metrics_jsonl_of_a_resumed_run_loses_the_lines_after_the_resumed_step(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = MetricsLog(path)
-    for step in (1, 2, 3, 4):
-        first.write(step, loss=step / 10)
-    first.close()
-    again = MetricsLog(path, resume_step=2)
-    again.write(3, loss=0.9)
-    again.close()
-    assert logged(path) == [(1, 0.1), (2, 0.2), (3, 0.9)]
-
-
 def test_metrics_jsonl_is_created_when_missing_and_extended_by_a_run_that_is_not_resumed(
     tmp_path: Path,
 ) -> None:
@@ -406,34 +354,6 @@ def test_metrics_jsonl_is_created_when_missing_and_extended_by_a_run_that_is_not
         log.write(step, loss=0.5)
         log.close()
     assert logged(path) == [(1, 0.5), (2, 0.5)]
-
-
-@pytest.mark.parametrize("cut", [1, 2, 24])
-def test_truncated_last_line_of_metrics_jsonl_is_removed_before_new_lines_are_written(
-    tmp_path: Path, cut: int
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for step in (1, 2):
-        log.write(step, loss=0.25)
-    log.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    # If only the line feed is missing, the second line is still complete and must be kept.
-    kept = 2 if cut == 1 else 1
-    assert len(logged(path)) == kept
-    again = MetricsLog(path, resume_step=kept)
-    again.write(9, loss=0.75)
-    again.close()
-    assert logged(path) == [(1, 0.25), (2, 0.25)][:kept] + [(9, 0.75)]
-
-
-def test_each_line_of_metrics_jsonl_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.write(1, loss=0.5)
-    assert logged(path) == [(1, 0.5)]
-    log.close()
 
 
 DAMAGE = st.one_of(
@@ -453,20 +373,27 @@ DAMAGE = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(damage=DAMAGE, position=st.integers(0, 4))
-def test_resume_keeps_the_valid_lines_of_metrics_jsonl_around_a_damaged_line(
-    damage: bytes, position: int
+@given(damage=DAMAGE, position=st.integers(0, 4), cut=st.integers(0, 3))
+def test_resume_keeps_the_valid_lines_of_metrics_jsonl_up_to_its_step_and_continues_them(
+    damage: bytes, position: int, cut: int
 ) -> None:
+    """A damaged line may be anywhere, and the end of the last line may be missing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         lines = [json.dumps({"step": step, "loss": step / 10}).encode() for step in (1, 2, 3, 4)]
-        path.write_bytes(
-            b"".join(line + b"\n" for line in [*lines[:position], damage, *lines[position:]])
-        )
+        text = b"".join(line + b"\n" for line in [*lines[:position], damage, *lines[position:]])
+        path.write_bytes(text[: len(text) - cut])
         expected = [(step, step / 10) for step in (1, 2, 3, 4)]
+        # If only the line feed is missing, the last line is still complete.
+        if cut > 1 and position < 4:
+            del expected[-1]
         assert logged(path) == expected
-        MetricsLog(path, resume_step=3).close()
+        again = MetricsLog(path, resume_step=3)
         assert logged(path) == expected[:3]
+        again.write(4, loss=0.9)
+        # Each line can be read as soon as it is logged.
+        assert logged(path) == [*expected[:3], (4, 0.9)]
+        again.close()
 
 
 def test_reader_of_a_damaged_metrics_jsonl_logs_the_number_of_skipped_lines_once(

@@ -41,26 +41,17 @@ from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 
 SETTINGS = (
+    *("data=folder", "data.image_size=16", "data.workers=0", "data.batch_size=6"),
+    *("data.limit_train=null", "data.augment.scale=null", "data.augment.hflip=0"),
+    "model.kwargs={embed_dim:16,depth:2,num_heads:2,patch_size:8}",
+    *("train.epochs=4", "train.log_every=1", "parallel=single", "parallel.accelerator=cpu"),
     *(
-        "data=folder",
-        "data.image_size=16",
-        "data.workers=0",
-        "data.batch_size=6",
-        "data.limit_train=null",
-    ),
-    *(
-        "data.augment.scale=null",
-        "data.augment.hflip=0",
-        "model.kwargs={embed_dim:16,depth:2,num_heads:2,patch_size:8}",
-    ),
-    *(
-        "train.epochs=4",
-        "train.log_every=1",
-        "parallel=single",
-        "parallel.accelerator=cpu",
         "optim.warmup_epochs=0.5",
+        "optim.lr=0.01",
+        "optim.min_lr=1e-4",
+        "checkpoint.keep=50",
+        "print_config=false",
     ),
-    *("optim.lr=0.01", "optim.min_lr=1e-4", "checkpoint.keep=50", "print_config=false"),
 )
 
 
@@ -118,7 +109,6 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint as a run does after a step."""
     contents = checkpoint_of(run.parts, run.segments)
     folder = run.folder / "checkpoints"
     checkpoint.save(folder, contents, run.parts.progress.step, keep=50, is_best=False)
@@ -155,7 +145,6 @@ def reference(config: ResolvedConfig, contents: dict[str, Any]) -> RunParts:
 
 
 def groups_of(parts: RunParts) -> list[dict[str, Any]]:
-    """Return the settings and parameter names of each parameter group."""
     names = {id(parameter): name for name, parameter in parts.state.model.named_parameters()}
     return [
         {
@@ -167,7 +156,6 @@ def groups_of(parts: RunParts) -> list[dict[str, Any]]:
 
 
 def assert_trains_as(parts: RunParts, expected: RunParts, steps: int = 2) -> None:
-    """Check that two runs have equal groups after each step, and equal weights at the end."""
     assert groups_of(parts) == groups_of(expected)
     for _ in range(steps):
         step(parts)
@@ -187,20 +175,6 @@ def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan
     groups = parts.state.phases[0].optimizer.param_groups
     assert {int(group["step"]) for group in groups} == {5}
     assert_trains_as(parts, reference(config, contents_of(folder)), steps=8)
-
-
-@pytest.mark.slow(seconds=2)
-def test_resume_with_a_different_optimizer_discards_the_optimizer_state_and_logs_the_change(
-    stopped: Folders, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, config = stopped(5), config_of(data, "optim=sgd")
-    with pytest.raises(ValueError, match=r"optim\.opt=momentum"):
-        check_resumable(config, folder)
-    with caplog.at_level("INFO", logger="timm_parallel"):
-        parts = start_run(config, folder).parts
-    assert any("AdamW -> SGD" in line for line in caplog.messages)
-    assert not parts.state.phases[0].optimizer.state
-    assert_trains_as(parts, reference(config, contents_of(folder)))
 
 
 @pytest.mark.slow(seconds=1)
@@ -232,28 +206,17 @@ def test_resume_restores_an_optimizer_whose_step_needs_a_closure() -> None:
     assert torch.equal(*(buffer["momentum_buffer"] for buffer in buffers))
 
 
-@pytest.mark.parametrize(
-    ("change", "is_refused"),
-    [
-        # The checkpoint is at step 5, in the second epoch of 4 steps.
-        ("train.epochs=1", True),
-        ("train.max_steps=4", True),
-        ("train.max_steps=5", False),
-    ],
-)
 def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reached(
-    stopped: Folders, data: Path, change: str, is_refused: bool
+    stopped: Folders, data: Path
 ) -> None:
-    config = config_of(data, change)
-    if is_refused:
+    # The checkpoint is at step 5, in the second epoch of 4 steps.
+    for change in ("train.epochs=1", "train.max_steps=4"):
         with pytest.raises(ValueError, match=f"{change} is reached: .*step 5"):
-            start_run(config, stopped(5))
-    else:
-        assert start_run(config, stopped(5)).parts.total_steps == 5
+            start_run(config_of(data, change), stopped(5))
+    assert start_run(config_of(data, "train.max_steps=5"), stopped(5)).parts.total_steps == 5
 
 
 def changed_data(data: Path, to: Path, change: str) -> Path:
-    """Copy the image folder, and apply the named change to the copy."""
     shutil.copytree(data, to)
     train = to / "train"
     if change == "remove":
@@ -346,25 +309,20 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
     folder = tmp_path / "run"
     shutil.copytree(stopped(4), folder)
     first = start_run(config_of(data), folder)
-    first.parts.progress.add_evaluation({"loss": 1.0, "acc": 0.5}, "acc", Classification.metrics)
-    first.parts.progress.add_evaluation({"loss": 0.9, "acc": 0.5}, "acc", Classification.metrics)
+    for loss in (1.0, 0.9):
+        values = {"loss": loss, "acc": 0.5}
+        first.parts.progress.add_evaluation(values, "acc", Classification.metrics)
     save(first)
     same = start_run(config_of(data), folder).parts.progress
     assert (same.best, same.best_metric, same.evaluations_since_best) == (0.5, "acc", 1)
+    config = config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2")
     with caplog.at_level("INFO", logger="timm_parallel"):
-        other = start_run(
-            config_of(data, "checkpoint.metric=val/loss", "train.early_stop=2"), folder
-        ).parts.progress
+        other = start_run(config, folder).parts.progress
     assert (other.best, other.evaluations_since_best, other.best_values["acc"]) == (None, 0, 0.5)
     assert sum("best.pt" in line for line in caplog.messages) == 1
-    assert [
-        other.add_evaluation({"loss": loss, "acc": 0.4}, "loss", Classification.metrics)
-        for loss in (1.4, 1.3, 1.5)
-    ] == [
-        True,
-        True,
-        False,
-    ]
+    for loss, is_best in ((1.4, True), (1.3, True), (1.5, False)):
+        values = {"loss": loss, "acc": 0.4}
+        assert other.add_evaluation(values, "loss", Classification.metrics) == is_best
 
 
 @pytest.mark.slow(seconds=6)
@@ -403,16 +361,8 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     assert main(f"resume={folder}", more, "optim.layer_decay=0.5") == 0
     groups = contents_of(folder)["phases"]["train"]["optimizer"]["param_groups"]
     assert len({group["lr_scale"] for group in groups}) == 4
-    assert (
-        main(
-            f"resume={folder}",
-            "train.max_steps=8",
-            "optim=sgd",
-            "optim.layer_decay=null",
-            "resume_strict=false",
-        )
-        == 0
-    )
+    words = ("train.max_steps=8", "optim=sgd", "optim.layer_decay=null", "resume_strict=false")
+    assert main(f"resume={folder}", *words) == 0
     assert contents_of(folder)["phases"]["train"]["optimizer"]["kind"] == "SGD"
     log = (folder / "logs" / "rank_0.log").read_text()
     assert "AdamW -> SGD" in log
@@ -432,9 +382,7 @@ def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changin
     ]
     assert [line.split(":")[0] for line in header[1:]] == ["# step 0", "# step 4", "# step 6"]
     record_end(load_config(folder), folder, "interrupted", "stopped")
-    assert read_result(folder).segments == result.segments, (
-        "the segments of an interrupted run differ"
-    )
+    assert read_result(folder).segments == result.segments
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -498,7 +446,6 @@ DATA = st.sampled_from(["none", "none", "none", "move", "move", "remove", "repla
 
 @pytest.fixture(scope="module")
 def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write changed copies of the data. Return a dictionary from change to image folder."""
     base = tmp_path_factory.mktemp("changed")
     return {"none": data} | {
         change: changed_data(data, base / change, change)
@@ -506,77 +453,49 @@ def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     }
 
 
-def check_any_change(
-    stopped: Folders,
-    roots: dict[str, Path],
-    scratch: Path,
-    at_step: int,
-    changes: dict[str, int],
-    change: str,
+@pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.nightly)])
+def test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused(
+    stopped: Folders, roots: dict[str, Path], tmp_path: Path, examples: int
 ) -> None:
-    """Check that a resume is refused, or trains as a new run from the checkpoint would."""
-    folder = stopped(at_step)
-    config = config_of(roots["none"])
-    config.data.root = str(roots[change])
-    for key, index in changes.items():
-        section, _, name = key.rpartition(".")
-        place: Any = config
-        for part in filter(None, section.split(".")):
-            place = getattr(place, part)
-        setattr(place, name, VALUES[key][index % len(VALUES[key])])
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(folder, scratch)
-    try:
-        check_values(config)
-        check_combination(config)
-        check_resumable(config, scratch)
-        run = start_run(config, scratch)
-    except ValueError:
-        event("refused")
-        return
-    event("trained")
-    assert_trains_as(run.parts, reference(config, contents_of(folder)))
-    announced = run.segments[-1]["changed"]
-    before, now = contents_of(folder)["config"], {key: value for key, value, _ in leaves(config)}
-    ignored = ("resume", "print_config")
-    assert set(announced) == {
-        key for key in now if before[key] != now[key] and not key.startswith(ignored)
-    }
-
-
-def check_many_changes(examples: int, derandomize: bool) -> Callable[..., None]:
-    """Build a test of so many random changes."""
+    """A run that is not refused trains as a new run from the checkpoint would."""
 
     @settings(
         max_examples=examples,
         deadline=None,
-        derandomize=derandomize,
+        derandomize=examples == 12,
         suppress_health_check=list(HealthCheck),
     )
     @given(at_step=st.sampled_from([4, 5]), changes=CHANGES, change=DATA)
-    def test(
-        stopped: Folders,
-        roots: dict[str, Path],
-        tmp_path_factory: pytest.TempPathFactory,
-        at_step: int,
-        changes: dict[str, int],
-        change: str,
-    ) -> None:
-        check_any_change(
-            stopped,
-            roots,
-            tmp_path_factory.getbasetemp() / f"changes_{examples}",
-            at_step,
-            changes,
-            change,
+    def check(at_step: int, changes: dict[str, int], change: str) -> None:
+        folder, scratch = stopped(at_step), tmp_path / "run"
+        config = config_of(roots["none"])
+        config.data.root = str(roots[change])
+        for key, index in changes.items():
+            section, _, name = key.rpartition(".")
+            place: Any = config
+            for part in filter(None, section.split(".")):
+                place = getattr(place, part)
+            setattr(place, name, VALUES[key][index % len(VALUES[key])])
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.copytree(folder, scratch)
+        try:
+            check_values(config)
+            check_combination(config)
+            check_resumable(config, scratch)
+            run = start_run(config, scratch)
+        except ValueError:
+            event("refused")
+            return
+        event("trained")
+        assert_trains_as(run.parts, reference(config, contents_of(folder)))
+        before, now = (
+            contents_of(folder)["config"],
+            {key: value for key, value, _ in leaves(config)},
         )
+        assert set(run.segments[-1]["changed"]) == {
+            key
+            for key in now
+            if before[key] != now[key] and not key.startswith(("resume", "print_config"))
+        }
 
-    return test
-
-
-test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused = (
-    check_many_changes(12, derandomize=True)
-)
-test_resume_with_300_random_changes_trains_as_recorded_or_is_refused = pytest.mark.nightly(
-    check_many_changes(300, derandomize=False)
-)
+    check()

@@ -30,6 +30,7 @@ from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.lock import lock_folder
 from timm_parallel.machine.ranks import NEEDED
+from timm_parallel.record.code_diff import CODE_DIFF
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf, parse
 
@@ -52,7 +53,6 @@ class Main:
     # Copy of a run without further overrides. A copy of it is faster than a start.
     plain: Path
     status: str = "interrupted"
-    saves: bool = True
     code: int = 0
     ran: list[Path] = field(default_factory=list)
     # Output of the last call on stdout.
@@ -64,26 +64,21 @@ class Main:
     def run(self, config: Config, folder: Path) -> int:
         self.ran.append(folder)
         save_config(config, folder)
-        if self.saves:
-            (folder / "checkpoints").mkdir(exist_ok=True)
-            (folder / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
+        (folder / CODE_DIFF).write_text(f"the diff of attempt {len(self.ran)}")
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
         write_result(folder, Result(status=self.status))
         return self.code
 
-    def start(
-        self, name: str, *overrides: str, status: str = "interrupted", saves: bool = True
-    ) -> Path:
-        """Start a new run in outputs/train/<name>, and return the run folder."""
-        self.status, self.saves = status, saves
+    def start(self, name: str, *overrides: str, status: str = "interrupted") -> Path:
+        self.status = status
         if not overrides and self.plain.exists():
             self.ran.append(copy_of(self.plain, f"train/{name}", status))
         else:
             code, err = self(*OVERRIDES, f"hydra.run.dir=outputs/train/{name}", *overrides)
             assert code == 0, err
-            if not overrides and saves:
+            if not overrides:
                 shutil.copytree(self.ran[-1], self.plain)
-        if not saves:
-            shutil.rmtree(self.ran[-1] / "checkpoints", ignore_errors=True)
         return self.ran[-1].resolve()
 
 
@@ -135,28 +130,14 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_resume_continues_in_the_same_run_folder_with_the_saved_config(main: Main) -> None:
     folder = main.start("day/1", "optim.lr=0.25", "train.epochs=3")
     before = load_config(folder)
-    code, err = main(f"resume={folder}")
+    # As for any key given twice, the last value wins.
+    code, err = main("resume=/nowhere", f"resume={folder}")
     assert (code, err) == (0, ""), "no setting changed, so no change may be printed"
     assert main.ran == [main.ran[0], folder]
     after = load_config(folder)
     assert after.resume == str(folder)
     after.resume = before.resume
     assert after == before
-
-
-@pytest.mark.slow(seconds=1)
-def test_last_resume_override_wins_when_a_command_line_has_several(main: Main) -> None:
-    """As for any key given twice, the last value wins. The run folder in the first `resume` must
-    not be used.
-    """
-    folder = main.start("day/1", "optim.lr=0.25")
-    code, err = main(
-        f"resume={folder}", *OVERRIDES, "resume=null", "hydra.run.dir=outputs/train/day/2"
-    )
-    assert (code, err) == (0, "")
-    assert (
-        main.ran[-1].resolve() != folder and load_config(main.ran[-1]).optim.lr == Config().optim.lr
-    )
 
 
 @pytest.mark.slow(seconds=1)
@@ -172,6 +153,9 @@ def test_refused_resume_restores_all_files_in_the_run_folder(main: Main) -> None
     (folder / "result.json").unlink()
     assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
     assert not (folder / "result.json").exists(), "a killed run has no result.json"
+    (folder / CODE_DIFF).unlink()
+    assert main(f"resume={folder}", "optim.lr=0.5")[0] == 2
+    assert not (folder / CODE_DIFF).exists(), "a run of committed code has no code.diff"
 
 
 ANOTHER_TRAINING = [
@@ -185,11 +169,11 @@ ANOTHER_TRAINING = [
 
 
 @pytest.mark.slow(seconds=3)
-def test_resume_is_refused_when_model_data_batch_size_augmentation_or_seed_has_changed(
+def test_resume_with_another_model_data_batch_or_seed_is_refused_unless_resume_strict_is_false(
     main: Main,
 ) -> None:
     folder = main.start("day/1")
-    before = contents(folder)
+    before, saved = contents(folder), load_config(folder)
     for override, key in ANOTHER_TRAINING:
         code, err = main(f"resume={folder}", override)
         assert code == 2, override
@@ -198,22 +182,11 @@ def test_resume_is_refused_when_model_data_batch_size_augmentation_or_seed_has_c
         assert "resume_strict=false" in err
         assert contents(folder) == before, f"a refused command changes nothing: {override}"
     assert len(main.ran) == 1
-
-
-@pytest.mark.slow(seconds=2)
-def test_resume_strict_false_allows_a_resume_with_a_changed_model_dataset_or_batch_size(
-    main: Main,
-) -> None:
-    folder = main.start("day/1")
-    before = load_config(folder)
     overrides = [override for override, _ in ANOTHER_TRAINING]
-    code, err = main(f"resume={folder}", *overrides, "resume_strict=false")
-    assert code == 0, err
-    assert main.ran[-1] == folder
+    assert main(f"resume={folder}", *overrides, "resume_strict=false")[0] == 0
     now = load_config(folder)
-    assert all(value_of(now, key) != value_of(before, key) for _, key in ANOTHER_TRAINING)
-    code, err = main(f"resume={folder}")
-    assert code == 0, err
+    assert all(value_of(now, key) != value_of(saved, key) for _, key in ANOTHER_TRAINING)
+    assert main(f"resume={folder}")[0] == 0
     after = load_config(folder)
     assert all(value_of(after, key) == value_of(now, key) for _, key in ANOTHER_TRAINING), (
         "a later resume must keep the change"
@@ -239,22 +212,8 @@ def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_
     assert {key: value_of(after, key) for key in changes} == changes
 
 
-@pytest.mark.slow(seconds=1)
-def test_resume_accepts_a_new_data_root_when_the_image_folder_was_moved(
-    main: Main, tmp_path: Path
-) -> None:
-    draw_images(tmp_path / "here")
-    folder = main.start("day/1", "data=folder", "data.root=here", "data.batch_size=1")
-    (tmp_path / "here").rename(tmp_path / "there")
-    code, err = main(f"resume={folder}")
-    assert code == 2 and f"data.root={tmp_path / 'here'}: " in err
-    code, err = main(f"resume={folder}", "data.root=there")
-    assert code == 0, err
-    assert load_config(folder).data.root == str(tmp_path / "there")
-
-
 @pytest.mark.slow(seconds=2)
-def test_run_with_relative_paths_is_resumed_and_evaluated_from_another_folder(
+def test_run_with_relative_paths_is_resumed_from_another_folder_and_with_moved_images(
     main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_images(tmp_path / "shapes")
@@ -274,6 +233,12 @@ def test_run_with_relative_paths_is_resumed_and_evaluated_from_another_folder(
     for config in (load_config(folder), evaluation_config(folder, [])):
         assert config.data.root == str(tmp_path / "shapes")
     assert load_config(folder).model.weights == str(tmp_path / "start.pt")
+    (tmp_path / "shapes").rename(tmp_path / "moved")
+    code, err = main(f"resume={folder}")
+    assert code == 2 and f"data.root={tmp_path / 'shapes'}: " in err
+    code, err = main(f"resume={folder}", "data.root=../moved")
+    assert code == 0, err
+    assert load_config(folder).data.root == str(tmp_path / "moved")
 
 
 @pytest.mark.slow(seconds=2)
@@ -323,9 +288,15 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
         code, err = main(*OVERRIDES, "resume=auto", *other)
         assert code == 2 and len(main.ran) == 4
     assert "resume=auto: no unfinished run of train" in err and "auto_or_new" in err
+    # Another run with the given config is done.
+    done = copy_of(slow, "train/2026-01-03/09-00-00", status="done")
+    config = (done / "config.yaml").read_text()
+    (done / "config.yaml").write_text(config.replace("  lr: 0.1", "  lr: 0.3"))
+    before = contents(done)
     code, err = main(*OVERRIDES, "resume=auto_or_new", "optim.lr=0.3")
-    assert code == 0 and main.ran[-1].resolve() not in (slow, fast)
-    assert "starting a new run" in err
+    assert code == 0 and main.ran[-1].resolve() not in (slow, fast, done)
+    assert len(err.splitlines()) == 1 and "starting a new run" in err
+    assert contents(done) == before
 
 
 @pytest.mark.slow(seconds=2)
@@ -382,12 +353,8 @@ def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(m
     assert code == 0, err
     optim = load_config(folder).optim
     assert isinstance(optim, OptimConfig)
-    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5), (
-        "expected values from the group's file and from the command line"
-    )
-    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3, (
-        "expected the value from the saved config"
-    )
+    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5)
+    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3
 
 
 @pytest.mark.slow(seconds=1)
@@ -416,14 +383,6 @@ def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_auto_continues_a_killed_run_that_has_no_result_json(main: Main) -> None:
-    folder = main.start("2026-01-01/09-00-00")
-    (folder / "result.json").unlink()
-    assert main(*OVERRIDES, "resume=auto")[0] == 0
-    assert main.ran[-1].resolve() == folder
-
-
-@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("name", ["result.json", "checkpoints/last.json"])
 def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
     main: Main, name: str
@@ -438,39 +397,26 @@ def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_auto_skips_a_run_whose_folder_is_locked_by_a_running_process(main: Main) -> None:
-    older = main.start("2026-01-01/09-00-00")
-    newer = main.start("2026-01-02/09-00-00")
-    before = contents(newer)
-    with lock_folder(newer):
-        assert main(*OVERRIDES, "resume=auto")[0] == 0
-        assert main.ran[-1].resolve() == older
-        code, err = main(f"resume={newer}")
-        assert code == 2 and len(err.splitlines()) == 1 and "in use by process" in err
-    assert contents(newer) == before
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_auto_skips_a_run_with_an_unreadable_config(main: Main) -> None:
-    older = main.start("2026-01-01/09-00-00")
+def test_resume_auto_skips_runs_that_are_locked_or_unreadable_and_continues_a_killed_run(
+    main: Main,
+) -> None:
+    killed = main.start("2026-01-01/09-00-00")
+    (killed / "result.json").unlink()
     for day, text in (("02", None), ("03", "modle: {}"), ("04", "train: [1")):
-        newer = copy_of(older, f"train/2026-01-{day}/09-00-00")
+        newer = copy_of(killed, f"train/2026-01-{day}/09-00-00")
         (newer / "config.yaml").unlink()
         if text is not None:
             (newer / "config.yaml").write_text(text)
-    code, err = main(*OVERRIDES, "resume=auto")
-    assert code == 0, err
-    assert main.ran[-1].resolve() == older
-    assert all(f"2026-01-{day}/09-00-00" in err for day in ("02", "03", "04"))
-
-
-def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) -> None:
-    done = main.start("2026-01-01/09-00-00", status="done")
-    before = contents(done)
-    code, err = main(*OVERRIDES, "resume=auto_or_new")
-    assert code == 0
-    assert len(err.splitlines()) == 1 and "starting a new run" in err
-    assert main.ran[-1].resolve() != done and contents(done) == before
+    running = copy_of(killed, "train/2026-01-05/09-00-00")
+    before = contents(running)
+    with lock_folder(running):
+        code, err = main(*OVERRIDES, "resume=auto")
+        assert code == 0, err
+        assert main.ran[-1].resolve() == killed
+        assert all(f"2026-01-{day}/09-00-00" in err for day in ("02", "03", "04"))
+        code, err = main(f"resume={running}")
+        assert code == 2 and len(err.splitlines()) == 1 and "in use by process" in err
+    assert contents(running) == before
 
 
 @pytest.mark.slow(seconds=2)
@@ -501,6 +447,17 @@ def test_resume_auto_or_new_starts_a_new_run_when_all_runs_are_done(main: Main) 
                 "checkpoint.metric=val/loss": None,
             },
         ),
+        # The run ended before its epochs, but train.early_stop did not end it.
+        (
+            ("train.epochs=9", "train.early_stop=1", "train.max_minutes=1"),
+            4,
+            0.5,
+            {
+                "train.max_minutes=1": "train.max_minutes=1",
+                "train.max_minutes=2": None,
+                "train.max_minutes=null": None,
+            },
+        ),
     ],
 )
 def test_resume_of_a_finished_run_is_refused_with_the_limit_that_the_run_reached(
@@ -513,7 +470,8 @@ def test_resume_of_a_finished_run_is_refused_with_the_limit_that_the_run_reached
     run = main.start("day/1", *settings, status="done")
     for number, (override, reached) in enumerate(changes.items()):
         folder = copy_of(run, f"train/day/copy_{number}")
-        write_result(folder, Result(status="done", steps=steps, epochs=epochs))
+        seconds = {"training": 61.0}
+        write_result(folder, Result("done", steps=steps, epochs=epochs, seconds=seconds))
         code, err = main(f"resume={folder}", override)
         if reached is None:
             assert code == 0 and main.ran[-1].resolve() == folder, err
@@ -521,62 +479,39 @@ def test_resume_of_a_finished_run_is_refused_with_the_limit_that_the_run_reached
             assert code == 2 and main.ran[-1].resolve() != folder and f" {reached} " in err
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    ("minutes", "reached"), [("1", "train.max_minutes=1"), ("2", None), ("null", None)]
-)
-def test_run_that_its_minutes_ended_resumes_with_more_minutes_only(
-    main: Main, minutes: str, reached: str | None
+def test_resume_is_refused_when_the_run_has_no_checkpoint_or_a_folder_in_its_place(
+    main: Main,
 ) -> None:
-    # The run ended before its epochs, but train.early_stop did not end it.
-    settings = ("train.epochs=9", "train.early_stop=1", "train.max_minutes=1")
-    folder = main.start("day/1", *settings, status="done")
-    write_result(folder, Result("done", steps=4, epochs=0.5, seconds={"training": 61.0}))
-    code, err = main(f"resume={folder}", f"train.max_minutes={minutes}")
-    if reached is None:
-        assert (code, len(main.ran)) == (0, 2), err
-    else:
-        assert (code, len(main.ran)) == (2, 1) and f" {reached} " in err
-
-
-@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
-def test_resume_is_refused_when_a_checkpoint_file_is_a_folder(main: Main, name: str) -> None:
     """A new checkpoint could not replace the folder, so the run would fail after its first
     epoch.
     """
     folder = main.start("day/1")
-    (folder / "checkpoints" / name).unlink(missing_ok=True)
-    (folder / "checkpoints" / name).mkdir()
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "best.pt").mkdir()
     code, err = main(f"resume={folder}")
-    assert (code, len(err.splitlines()), len(main.ran)) == (2, 1, 1)
-    assert name in err
+    assert (code, len(err.splitlines())) == (2, 1) and "best.pt" in err
+    (checkpoints / "best.pt").rmdir()
+    (checkpoints / "last.pt").unlink()
+    code, err = main(f"resume={folder}")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert f"resume={folder}: has no checkpoint" in err and "without resume" in err
+    (checkpoints / "last.pt").mkdir()
+    code, err = main(f"resume={folder}")
+    assert (code, len(err.splitlines()), len(main.ran)) == (2, 1, 1) and "last.pt" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_start(
     main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    done = main.start("day/1", status="done")
     monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))
+    assert main(f"resume={done}")[0] == 128 + number
+    assert read_result(done).status == "done", "a finished run keeps its result"
     code, err = main(*OVERRIDES, "hydra.run.dir=outputs/train/1")
     assert (code, len(err.splitlines())) == (128 + number, 1)
     result = read_result(Path("outputs/train/1"))
     assert result.status == "interrupted" and number.name in result.reason
-
-
-def test_finished_run_keeps_its_result_when_a_signal_stops_a_resume_before_ranks_start(
-    main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = main.start("day/1", status="done")
-    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(f"resume={folder}")[0] == 143
-    assert read_result(folder).status == "done"
-
-
-def test_resume_is_refused_when_the_run_has_no_checkpoint(main: Main) -> None:
-    folder = main.start("day/1", saves=False)
-    code, err = main(f"resume={folder}")
-    assert code == 2 and len(err.splitlines()) == 1
-    assert f"resume={folder}: has no checkpoint" in err and "without resume" in err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "half_written", "not_yaml"])

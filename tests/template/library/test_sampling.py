@@ -131,75 +131,54 @@ def test_eval_samplers_of_all_ranks_together_read_every_sample_once(
     )
     sizes = [sum(map(len, batches)) for batches in read]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_eval_sampler_refuses_a_split_without_images() -> None:
     with pytest.raises(ValueError, match="empty"):
-        EvalSampler(0, 8, 0, 1)
+        EvalSampler(0, batch, 0, world)
 
 
-def images_by_index(world: int, epoch: int, seed: int) -> dict[int, Tensor]:
-    """Return index -> augmented image of one epoch on all ranks."""
+def images_by_index(
+    world: int, epoch: int, seed: int, transform: Any, erasing: Erasing, copies: int = 1
+) -> dict[int, Tensor]:
     split = Synthetic(DataConfig(image_size=16), num_samples=12).train
     assert isinstance(split, InMemory)
     images_of: dict[int, Tensor] = {}
     for rank in range(world):
-        transform, erasing = (
-            OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)),
-            Erasing(EVERYTHING.reprob, EVERYTHING.remode, EVERYTHING.recount),
+        fetcher = BatchFetcher(
+            split, Targets(), transform, seed, substitutes=12, on_normalized=erasing
         )
-        fetcher = BatchFetcher(split, Targets(), transform, seed, on_normalized=erasing)
-        sampler = TrainSampler(len(split), 6, rank, world, seed)
-        loader = cpu_loader(fetcher, sampler)
-        batches = loader.epoch(epoch)
-        for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
+        sampler = TrainSampler(len(split), 6, rank, world, seed, copies)
+        sampler.start_at(epoch)
+        read = [index_batch.indices.tolist() for index_batch in sampler]
+        for indices, batch in zip(read, cpu_loader(fetcher, sampler).epoch(epoch), strict=True):
             assert batch.indices.tolist() == indices
-            assert torch.equal(batch.target, split.labels[indices])
+            assert torch.equal(batch.target, split.labels[[index % 12 for index in indices]])
             images_of.update(zip(indices, batch.image, strict=True))
     return images_of
 
 
-def _indices(sampler: TrainSampler, epoch: int) -> list[list[int]]:
-    sampler.start_at(epoch)
-    return [index_batch.indices.tolist() for index_batch in sampler]
+def augmented(world: int, epoch: int, seed: int) -> dict[int, Tensor]:
+    transform = OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False))
+    erasing = Erasing(EVERYTHING.reprob, EVERYTHING.remode, EVERYTHING.recount)
+    return images_by_index(world, epoch, seed, transform, erasing)
 
 
-def digests(world: int, epoch: int, seed: int = 7) -> dict[int, bytes]:
-    images = images_by_index(world, epoch, seed)
-    return {index: image.numpy().tobytes() for index, image in images.items()}
-
-
-def test_augmented_images_are_equal_on_1_2_and_3_ranks() -> None:
-    alone = digests(1, 3)
+def test_augmented_images_depend_on_seed_epoch_and_index_only() -> None:
+    alone = augmented(1, 3, 7)
     assert len(alone) == 12
-    for world in (2, 3):
-        assert digests(world, 3) == alone
-
-
-def test_augmented_images_differ_between_epochs_and_seeds() -> None:
-    first = digests(1, 0)
-    assert digests(1, 0) == first
-    for other in (digests(1, 1), digests(1, 0, seed=8)):
-        assert sum(other[index] == image for index, image in first.items()) <= 1
+    for world in (1, 2, 3):
+        again = augmented(world, 3, 7)
+        assert all(torch.equal(again[index], image) for index, image in alone.items())
+    for other in (augmented(1, 4, 7), augmented(1, 3, 8)):
+        assert sum(torch.equal(other[index], image) for index, image in alone.items()) <= 1
 
 
 def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank_count() -> None:
     """With aug_repeats, each copy of an image must get different boxes. There is no transform
     here, so the images of a batch are rows of one tensor.
     """
-    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
-    erased: list[dict[int, Tensor]] = []
-    for world, epoch in ((1, 0), (3, 0), (1, 1)):
-        images: dict[int, Tensor] = {}
-        for rank in range(world):
-            erasing = Erasing(1.0)
-            fetcher = BatchFetcher(split, Targets(), None, 7, substitutes=12, on_normalized=erasing)
-            sampler = TrainSampler(12, 6, rank, world, 7, copies=2)
-            batches = cpu_loader(fetcher, sampler).epoch(epoch)
-            for indices, batch in zip(_indices(sampler, epoch), batches, strict=True):
-                images.update(zip(indices, batch.image, strict=True))
-        erased.append(images)
-    first, spread, later = erased
+    first, spread, later = (
+        images_by_index(world, epoch, 7, None, Erasing(1.0), copies=2)
+        for world, epoch in ((1, 0), (3, 0), (1, 1))
+    )
     assert len(first) == 12 and first.keys() == spread.keys()
     assert all(torch.equal(spread[index], image) for index, image in first.items())
     assert all(not torch.equal(first[index], first[index + 12]) for index in first if index < 12)
@@ -209,8 +188,6 @@ def test_random_erasing_differs_between_copies_of_an_image_but_not_with_the_rank
 
 
 class Noisy:
-    """Split whose images hold draws of the generators of torch, random and numpy."""
-
     def __len__(self) -> int:
         return 12
 
@@ -220,72 +197,43 @@ class Noisy:
         return pixels.to(torch.uint8)[:, None, None].expand(3, 4, 4), index
 
 
-def noisy_images(ranks: Ranks, store: Any, world: int, epoch: int, workers: int) -> dict[int, Any]:
-    """Read an epoch of Noisy on `world` ranks. Return a dictionary from index to pixels."""
-    pixels: dict[int, Any] = {}
+def noisy_draws(ranks: Ranks, store: Any, world: int, epoch: int, seed: int, workers: int) -> Any:
+    """Read an epoch of Noisy on `world` ranks. Return a dictionary from index to the draws inside
+    of the split and to two draws of the batch.
+    """
+    drawn: dict[int, list[float]] = {}
     for rank in range(world):
-        fetcher = BatchFetcher(Noisy(), Targets(), None, 7)
-        sampler = TrainSampler(12, 6, rank, world, 7)
-        loader = cpu_loader(fetcher, sampler, workers)
-        for batch in loader.epoch(epoch):
-            drawn = batch.image[:, :, 0, 0].tolist()
-            pixels |= dict(zip(batch.target.tolist(), drawn, strict=True))
-    return pixels
-
-
-def test_draws_inside_a_split_depend_on_seed_epoch_and_index_only() -> None:
-    """An own dataset may draw random numbers in __getitem__, for example to choose a frame."""
-    alone = noisy_images(Ranks(), None, 1, 0, 0)
-    assert len({tuple(drawn) for drawn in alone.values()}) == 12
-    assert noisy_images(Ranks(), None, 3, 0, 0) == alone
-    later = noisy_images(Ranks(), None, 1, 1, 0)
-    assert all(later[index] != drawn for index, drawn in alone.items())
-
-
-@pytest.mark.slow
-def test_draws_inside_a_split_are_equal_in_loader_workers() -> None:
-    assert in_ranks(noisy_images, 1, 1, 1, 2) == [noisy_images(Ranks(), None, 1, 1, 0)]
-
-
-def test_an_evaluation_draws_the_same_numbers_inside_a_split_each_time() -> None:
-    sampler, fetcher = EvalSampler(12, 4, 0, 1), BatchFetcher(Noisy(), Targets(), None, 7)
-    first, second = ([fetcher.read(batch)[0]["image"] for batch in sampler] for _ in range(2))
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+        fetcher, sampler = (
+            BatchFetcher(Noisy(), Targets(), None, seed),
+            TrainSampler(12, 6, rank, world, 7),
+        )
+        for batch in cpu_loader(fetcher, sampler, workers).epoch(epoch):
+            drawn |= draws_of(batch)
+    return drawn
 
 
 def draws_of(batch: Batch) -> dict[int, list[float]]:
-    """Return two draws of each sample, by its index."""
-    first, second = batch.normal(2, 3), batch.integers(10**9)
-    drawn = torch.cat([first.flatten(1), second[:, None]], 1).tolist()
-    return dict(zip(batch.indices.tolist(), drawn, strict=True))
+    parts = (batch.image[:, :, 0, 0], batch.normal(2, 3).flatten(1), batch.integers(10**9)[:, None])
+    return dict(zip(batch.target.tolist(), torch.cat(parts, 1).tolist(), strict=True))
 
 
-def draws_of_epoch(world: int, epoch: int = 0, seed: int = 7) -> dict[int, list[float]]:
-    """Return the draws of all samples of an epoch that `world` ranks read."""
-    split = InMemory(torch.zeros(12, 3, 4, 4, dtype=torch.uint8), torch.arange(12))
-    draws: dict[int, list[float]] = {}
-    for rank in range(world):
-        sampler = TrainSampler(12, 6, rank, world, seed)
-        fetcher = BatchFetcher(split, Targets(), None, seed)
-        for batch in cpu_loader(fetcher, sampler).epoch(epoch):
-            draws |= draws_of(batch)
-    return draws
-
-
-def test_draws_of_a_batch_depend_on_seed_epoch_and_sample_only() -> None:
-    alone = draws_of_epoch(1)
+@pytest.mark.slow
+def test_draws_inside_a_split_and_of_a_batch_depend_on_seed_epoch_and_sample_only() -> None:
+    """An own dataset may draw random numbers in __getitem__, for example to choose a frame."""
+    alone = noisy_draws(Ranks(), None, 1, 0, 7, 0)
     assert len(alone) == len({tuple(drawn) for drawn in alone.values()}) == 12
-    for world in (2, 3):
-        torch.rand(5)
-        assert draws_of_epoch(world) == alone
-    for other in (draws_of_epoch(1, epoch=1), draws_of_epoch(1, seed=8)):
-        assert all(other[index] != drawn for index, drawn in alone.items())
+    torch.rand(5)
+    assert noisy_draws(Ranks(), None, 3, 0, 7, 0) == alone
+    assert in_ranks(noisy_draws, 1, 1, 0, 7, 2) == [alone], "expected equal draws in workers"
+    for epoch, seed in ((1, 7), (0, 8)):
+        other = noisy_draws(Ranks(), None, 1, epoch, seed, 0)
+        for index, drawn in alone.items():
+            assert other[index][:3] != drawn[:3] and other[index][3:] != drawn[3:]
 
 
-def test_draws_of_an_evaluation_are_the_same_each_time() -> None:
-    split = InMemory(torch.zeros(5, 3, 4, 4, dtype=torch.uint8), torch.arange(5))
+def test_an_evaluation_draws_the_same_numbers_each_time() -> None:
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3), channels_last=False)
-    fetcher, sampler = BatchFetcher(split, Targets(), None, 7), EvalSampler(5, 2, 0, 1)
+    fetcher, sampler = BatchFetcher(Noisy(), Targets(), None, 7), EvalSampler(12, 4, 0, 1)
     loader = Loader(fetcher, sampler, prefetcher, 0)
     first, second = ([draws_of(batch) for batch in loader] for _ in range(2))
     assert first == second and len(first) == 3
@@ -330,15 +278,12 @@ def test_ranks_read_each_sample_of_a_stream_once_and_in_order(
     assert steps == [list(range(start + at, start + at + 6)) for at in range(6 * first, 24, 6)]
 
 
-def test_stream_starts_again_after_peek_and_in_each_epoch() -> None:
+def test_stream_starts_again_in_each_epoch_and_is_refused_when_it_ends_before_its_length() -> None:
     loader = stream_loader(Frames())
     assert loader.peek(2).target.tolist() == [0, 1]
     for epoch in (0, 1, 1):
         targets = [target for batch in loader.epoch(epoch) for target in batch.target.tolist()]
         assert targets == list(range(100 * epoch, 100 * epoch + 24))
-
-
-def test_stream_that_ends_before_its_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^data\.name: .* 20 .* 26"):
         list(stream_loader(Frames(yielded=20)).epoch(0))
 
@@ -367,32 +312,29 @@ class Stream(Noisy):
         return torch.full((3, 4, 4), self.position, dtype=torch.uint8), 0
 
 
-@pytest.mark.parametrize("name", ["train", "val"])
-def test_data_whose_split_ignores_its_index_is_refused(name: str) -> None:
+class Unstable(Frames):
+    """Stream that differs in each reading."""
+
+    epochs = 0
+
+    def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        self.epochs += 1
+        return super().stream(self.epochs)
+
+
+@pytest.mark.parametrize(
+    ("name", "ordinary", "refused"),
+    [("train", Noisy, Stream), ("val", Noisy, Stream), ("train", Frames, Unstable)],
+)
+def test_data_that_differ_in_a_second_reading_are_refused(
+    name: str, ordinary: Any, refused: Any
+) -> None:
     dataset = ImageDataset()
     dataset.target_names = ["a"]
-    dataset.train = dataset.val = Noisy()
-    group = ProcessGroup(Ranks())
-    check_same_data(dataset, group)
-    setattr(dataset, name, Stream())
-    with pytest.raises(ValueError, match=rf"data: .*{name}"):
-        check_same_data(dataset, group)
-
-
-def test_data_whose_stream_differs_in_a_second_reading_is_refused() -> None:
-    class Unstable(Frames):
-        epochs = 0
-
-        def stream(self, epoch: int) -> Iterator[tuple[Tensor, int]]:
-            self.epochs += 1
-            return super().stream(self.epochs)
-
-    dataset = ImageDataset()
-    dataset.target_names = ["a"]
-    dataset.train, dataset.val = Frames(), Noisy()
+    dataset.train, dataset.val = ordinary(), Noisy()
     check_same_data(dataset, ProcessGroup(Ranks()))
-    dataset.train = Unstable()
-    with pytest.raises(ValueError, match=r"data: .*train"):
+    setattr(dataset, name, refused())
+    with pytest.raises(ValueError, match=rf"data: .*{name}"):
         check_same_data(dataset, ProcessGroup(Ranks()))
 
 
@@ -500,9 +442,7 @@ def test_balanced_sampler_draws_the_same_images_in_total_on_1_2_and_4_ranks() ->
             own.start_at(5)
             shards.append(own.shard())
         assert torch.stack(shards, 1).flatten().tolist() == drawn
-
-
-def test_data_balance_is_refused_when_an_image_does_not_have_exactly_one_class() -> None:
+    # Each image must have exactly one class.
     with pytest.raises(ValueError, match=r"data\.balance=1"):
         class_balance(None, 1)
 

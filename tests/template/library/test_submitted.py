@@ -1,4 +1,4 @@
-"""Test a search whose trials are Slurm jobs."""
+"""Tests of searches whose trials are Slurm jobs, and of sweeps that run as one Slurm job array."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.template.runs import resolved, tiny
 from timm_parallel.lab.jobs import slurm_job as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.jobs.slurm_array import update
 from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.launch.job import conclude, run_job
@@ -19,6 +20,7 @@ from timm_parallel.record.jobs import Job, read_jobs
 from timm_parallel.record.result import Result, write_result
 
 WORDS = ("cluster=slurm", "parallel=single", "search=optuna", "search.n_trials=3")
+ONE = ("cluster=slurm", "cluster.submit=false", "parallel=single")
 
 
 class Slurm:
@@ -85,7 +87,7 @@ def test_running_slurm_trial_is_not_submitted_again_when_its_search_is_resumed(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder = tmp_path / "0"
-    child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
+    child = started(folder, resolved(*ONE))
     assert not child.has_ended()
     # Delete job.id, as if the search had been killed before it wrote this file.
     (folder / "job.id").unlink()
@@ -105,32 +107,21 @@ def test_running_slurm_trial_is_not_submitted_again_when_its_search_is_resumed(
 def test_interrupted_slurm_trial_is_submitted_again_when_its_search_is_resumed(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "0"
-    child = started(folder, resolved("cluster=slurm", "cluster.submit=false", "parallel=single"))
+    config, folder = resolved(*ONE), tmp_path / "0"
+    child = started(folder, config)
     child.send(15)
-    write_result(folder, Result("interrupted", "stopped by SIGTERM"))
+    conclude(config, folder, RankExits(signal=15))
     assert child.has_ended() and child.conclude(15) is not None
     assert child.job.status == "interrupted"
+    assert child.job.seconds is not None and child.job.seconds > 0
     started(folder)
     assert len(slurm.scripts) == 2
-
-
-def test_cancelled_slurm_trial_records_its_duration(slurm: Slurm, tmp_path: Path) -> None:
-    config = resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
-    child = started(tmp_path / "0", config)
-    child.send(15)
-    conclude(config, tmp_path / "0", RankExits(signal=15))
-    assert child.has_ended() and child.conclude(None) is not None
-    assert child.job.status == "interrupted"
-    assert child.job.seconds is not None and child.job.seconds > 0
 
 
 def test_slurm_trial_fails_when_its_job_has_left_the_queue_without_a_result(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    child = started(
-        tmp_path / "0", resolved("cluster=slurm", "cluster.submit=false", "parallel=single")
-    )
+    child = started(tmp_path / "0", resolved(*ONE))
     slurm.answers = False
     assert not child.has_ended(), (
         "a failed query while Slurm's controller restarts must not fail the trial"
@@ -187,3 +178,90 @@ def test_refused_search_on_slurm_leaves_no_folder(
     with pytest.raises(ValueError, match=named):
         search(tmp_path / "search", *words)
     assert not (tmp_path / "search").exists()
+
+
+SMALL = (
+    "model=tiny",
+    "print_config=false",
+    "parallel=single",
+    "cluster=slurm",
+    "cluster.submit=false",
+)
+
+
+def script_of(folder: Path, *words: str) -> str:
+    arguments = hydra_parser().parse_args(["-m", *SMALL, f"hydra.sweep.dir={folder}", *words])
+    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    return (folder / "job.sbatch").read_text()
+
+
+def ended(folder: Path, job: int, status: str = "done") -> None:
+    write_result(
+        folder / str(job),
+        Result(status, strategy="single", devices=1, world_size=1, seconds={"total": 1.0}),
+    )
+
+
+@pytest.mark.slow(seconds=2)
+def test_sweep_job_script_has_one_slurm_array_task_per_job_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a sweep"
+    script = script_of(folder, "seed=1,2,3", "sweep.jobs=2", "cluster.cpus=4")
+    assert "#SBATCH --array=0,1,2%2" in script
+    assert f"--output='{folder}/task_%a.log'" in script
+    assert 'timm_parallel.launch.node src.app:app "$folder"' in script
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in script
+    assert (folder / "array.txt").read_text().splitlines() == [
+        f"{job} {folder}/{job}" for job in range(3)
+    ]
+    assert [job.status for job in read_jobs(folder).jobs] == ["waiting"] * 3
+    assert "#SBATCH --array=0,1\n" in script_of(tmp_path / "auto", "seed=1,2", "sweep.jobs=auto")
+
+
+@pytest.mark.slow(seconds=4)
+def test_slurm_array_tasks_update_jobs_json_and_resume_submits_the_unfinished_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sweep"
+    script_of(folder, "seed=1,2,3", "sweep.jobs=2")
+    ended(folder, 1)
+    # An interrupted job has saved a checkpoint before its time limit, and Slurm runs it again.
+    ended(folder, 2, "interrupted")
+    update(folder)
+    assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done", "waiting"]
+    assert not (folder / "report.html").exists()
+    arguments = hydra_parser().parse_args(["-m", f"sweep.resume={folder}"])
+    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
+    local = tmp_path / "slurm.sh"
+    local.write_text("module load cuda\n")
+    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
+    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    assert "\nmodule load cuda\n" in (folder / "job.sbatch").read_text(), (
+        "expected the setup lines of the machine that submits the array"
+    )
+    for word in ("optim.lr=0.1", "sweep.dry_run=true"):
+        changed = hydra_parser().parse_args(["-m", f"sweep.resume={folder}", word])
+        with pytest.raises(ValueError, match=f"{word.partition('=')[0]}: .*sweep.resume="):
+            run_multirun(changed, lambda data: None, lambda data: None)
+    ended(folder, 0, "failed")
+    ended(folder, 2)
+    update(folder)
+    assert [job.status for job in read_jobs(folder).jobs] == ["failed", "done", "done"]
+    assert read_jobs(folder).status == "done"
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("cluster.cpus=1,2",), "^cluster=slurm: "),
+        (("search=optuna",), "cluster.submit=false"),
+        (("sweep.timed=true", "sweep.jobs=2", "seed=1,2"), "sweep.jobs=2: sweep.timed=true"),
+    ],
+)
+def test_slurm_sweep_is_refused_when_the_settings_do_not_allow_a_job_array(
+    words: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        script_of(tmp_path / "sweep", *words)
+    assert not (tmp_path / "sweep").exists()

@@ -1,8 +1,9 @@
-"""Trackers have all that a run recorded, and a failing one changes no run."""
+"""Trackers and files have all that a run recorded, and a failing tracker changes no run."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.schema import Config, ResolvedConfig
 from src.train import run as lifecycle
 from tests.template.runs import resolved
+from timm_parallel.checked_configs import evaluation_config
+from timm_parallel.config.compose import load_config, save_config
+from timm_parallel.config.validate import check_values
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.machine import process_exit
 from timm_parallel.machine.ranks import Ranks
@@ -27,19 +32,14 @@ from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion
 from timm_parallel.runtime.run import Training
-from timm_parallel.testing.commands import Refuse, Train
+from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers
 from timm_parallel.trackers.tracker import Channel, Tracker
 
 SHORT = (
-    *(
-        "parallel=single",
-        "parallel.accelerator=cpu",
-        "train.log_every=1",
-        "train.epochs=1",
-        "train.max_steps=4",
-    ),
+    *("parallel=single", "parallel.accelerator=cpu"),
+    *("train.log_every=1", "train.epochs=1", "train.max_steps=4"),
     *("data.limit_train=64", "data.batch_size=16", "print_config=false"),
 )
 ALL = "tracker=[tensorboard,wandb,mlflow]"
@@ -101,13 +101,11 @@ class Hanging(Tracker):
 
 @pytest.fixture
 def hanging() -> Iterator[None]:
-    """Let the threads of hanging trackers end after the test."""
     yield
     Hanging.released.set()
 
 
 def config_with(**classes: type[Tracker]) -> ResolvedConfig:
-    """Build the config of a small run with trackers of this file."""
     config = resolved(*SHORT)
     config.tracker.use = {name: f"{cls.__module__}.{cls.__name__}" for name, cls in classes.items()}
     return config
@@ -235,19 +233,15 @@ def test_tracker_is_dropped_with_one_warning_when_its_call_queue_is_full(
     ]
 
 
-def test_tracker_run_id_is_stored_in_the_run_folder_and_reused(tmp_path: Path) -> None:
-    first, second = (
-        Tracker(ResolvedConfig(), tmp_path, 0).run_id(partial(str, id)) for id in ("a1", "b2")
-    )
-    assert first == second == (tmp_path / "trackers" / "tracker.txt").read_text() == "a1"
-
-
-def test_tracker_names_a_sweep_after_task_name_and_the_folder_with_jobs_json(
+def test_tracker_keeps_its_run_id_in_the_run_folder_and_names_a_sweep_after_task_and_folder(
     tmp_path: Path,
 ) -> None:
     sweep = tmp_path / "2026-01-01" / "12-00-00"
-    (sweep / "0").mkdir(parents=True)
-    job = Tracker(ResolvedConfig(task_name="flowers"), sweep / "0", 0)
+    folder = sweep / "0"
+    folder.mkdir(parents=True)
+    job = Tracker(ResolvedConfig(task_name="flowers"), folder, 0)
+    assert [job.run_id(partial(str, name)) for name in ("a1", "b2")] == ["a1", "a1"]
+    assert (folder / "trackers" / "tracker.txt").read_text() == "a1"
     assert job.sweep is None
     (sweep / "jobs.json").write_text("{}")
     assert job.sweep == "flowers 2026-01-01 12-00-00"
@@ -283,35 +277,27 @@ def test_tracker_override_selects_the_trackers_in_use(
     assert list(resolved(*overrides).tracker.classes()) == expected
 
 
-def test_wandb_and_mlflow_are_refused_with_a_pip_command_when_not_installed(
-    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_installed(monkeypatch)
-    for name in ("wandb", "mlflow"):
-        line = refuse(f"tracker=[tensorboard,{name}]")
-        assert f"tracker={name}" in line and "pip install -r requirements-trackers.txt" in line
-
-
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("override", "message"),
     [
-        ("tracker=wnadb", "tracker=wnadb"),
-        ("tracker.entity=lab", "tracker.entity=lab"),
-        ("tracker.mode=offline", "tracker.mode=offline"),
-        ("tracker.uri=http://localhost:5000", "tracker.uri=http://localhost:5000"),
-        ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri"),
+        ("tracker=wnadb", "tracker=wnadb: "),
+        ("tracker.entity=lab", "tracker.entity=lab: "),
+        ("tracker.mode=offline", "tracker.mode=offline: "),
+        ("tracker.uri=http://localhost:5000", "tracker.uri=http://localhost:5000: "),
+        ("tracker.uri=http://me:pass1234@localhost:5000", "tracker.uri: "),
+        ("tracker=[tensorboard,wandb]", "tracker=wandb: .*-r requirements-trackers.txt"),
+        ("tracker=[tensorboard,mlflow]", "tracker=mlflow: .*-r requirements-trackers.txt"),
     ],
 )
-def test_tracker_option_is_refused_when_no_selected_tracker_uses_the_option(
-    refuse: Refuse, override: str, key: str
+def test_tracker_option_is_refused_when_it_is_unused_or_its_package_is_not_installed(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
+    set_installed(monkeypatch)
     line = refuse(override)
-    assert line.startswith(f"train.py: {key}: ") and "pass1234" not in line
+    assert re.match(f"train.py: {message}", line) and "pass1234" not in line
 
 
 def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
-    from timm_parallel.config.validate import check_values
-
     config = Config()
     config.tracker.use = {"csv": "src.train.no_tracker.NoTracker"}
     with pytest.raises(
@@ -323,9 +309,6 @@ def test_tracker_use_is_refused_when_the_named_class_does_not_exist() -> None:
 def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     tmp_path: Path,
 ) -> None:
-    from timm_parallel.checked_configs import evaluation_config
-    from timm_parallel.config.compose import save_config
-
     config = resolved(*SHORT)
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
@@ -396,9 +379,8 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
     # Check the curve, the settings and the images that MLflow has recorded.
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("flowers").experiment_id])
-    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == str(
-        first_value(first.folder, "lr")
-    )
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.lr"] == str(load_config(first.folder).optim.lr)
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted((point.step, point.value) for point in history) == lines
     pictures = {
@@ -411,7 +393,67 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-def first_value(folder: Path, key: str) -> float:
-    from timm_parallel.config.compose import load_config
+CURVES = {
+    *("train/loss", "train/grad_norm", "lr", "val/loss", "val/acc", "val/acc5", "val/acc_best"),
+    *("test/loss", "test/acc"),
+    *("train/images_per_sec", "train/images_per_sec_per_device", "train/data_wait"),
+}
 
-    return float(getattr(load_config(folder).optim, key))
+
+@pytest.fixture(scope="module")
+def events(finished_run: Finished) -> EventAccumulator:
+    sizes = {"scalars": 0, "images": 0, "tensors": 0}
+    return EventAccumulator(str(finished_run.folder / "tensorboard"), sizes).Reload()
+
+
+@pytest.mark.processes
+def test_tensorboard_event_file_has_curves_images_confusion_matrix_config_and_hparams(
+    finished_run: Finished, events: EventAccumulator
+) -> None:
+    tags = events.Tags()
+    assert {*tags["scalars"]} >= CURVES
+    assert any(tag.startswith("memory/") for tag in tags["scalars"])
+    assert any("train" in tag for tag in tags["images"]), tags["images"]
+    assert any("confusion" in tag for tag in tags["images"]), tags["images"]
+    assert any("config" in tag for tag in tags["tensors"]), tags["tensors"]
+    assert "hparams" in {data.plugin_data.plugin_name for data in events.summary_metadata.values()}
+    assert len(list((finished_run.folder / "tensorboard").rglob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.processes
+def test_metrics_jsonl_has_the_values_of_tensorboard_and_the_last_ones_of_result_json(
+    finished_run: Finished, events: EventAccumulator
+) -> None:
+    for tag in ("train/loss", "val/acc"):
+        written = [(line["step"], line[tag]) for line in finished_run.metrics if tag in line]
+        drawn = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert drawn == [(step, pytest.approx(value, rel=1e-6)) for step, value in written]
+        assert len(written) >= 2
+    last: dict[str, Any] = {}
+    for line in finished_run.metrics:
+        last.update(line)
+    assert last["val/acc"] == finished_run.result["val"]["acc"]
+    assert last["val/acc_best"] == finished_run.result["val"]["acc_best"]
+    assert last["test/acc"] == finished_run.result["test"]["acc"]
+
+
+@pytest.mark.processes
+def test_stdout_redirected_to_a_file_has_one_line_per_epoch_and_no_control_codes(
+    finished_run: Finished,
+) -> None:
+    assert not re.search(r"[\r\x1b]", finished_run.stdout + finished_run.stderr)
+    epochs = [line for line in finished_run.stdout.splitlines() if line.startswith("epoch ")]
+    assert [line.split()[1] for line in epochs] == ["1/2", "2/2"]
+    names = [line.split()[0] for line in finished_run.stdout.splitlines()]
+    for fact in ("model", "data", "strategy", "batch", "steps", "lr", "folder"):
+        assert fact in names[:8], finished_run.stdout
+    assert names[-4:] == ["folder", "metrics", "speed", "curves"]
+    assert f"tensorboard --logdir {finished_run.folder}" in finished_run.stdout.splitlines()[-1]
+    assert finished_run.stderr == ""
+
+
+def test_printed_tensorboard_command_quotes_a_folder_name_with_a_space(tmp_path: Path) -> None:
+    from timm_parallel.trackers.tensorboard import TensorBoard
+
+    folder = tmp_path / "my runs"
+    assert TensorBoard(ResolvedConfig(), folder, 0).view == f"tensorboard --logdir '{folder}'"

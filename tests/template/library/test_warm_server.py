@@ -38,12 +38,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux only"),
 ]
-FOREVER = (
-    "train.epochs=100000",
-    "train.evaluate_every=0",
-    "checkpoint.every_steps=5",
-    "train.log_every=1",
-)
 
 
 def server_of_jobs() -> Iterator[WarmServer]:
@@ -60,7 +54,6 @@ server_of_several_tests = pytest.fixture(scope="module", name="shared_server")(s
 
 
 def frozen(folder: Path, *overrides: str) -> Path:
-    """Write the config files of a single job, and return its run folder."""
     folder.mkdir()
     [job] = freeze_jobs(
         folder, expand(parse("-m", *tiny("parallel=single", *overrides)))[1], SweepConfig()
@@ -113,14 +106,10 @@ def test_job_forked_by_the_warm_server_has_results_and_environment_of_a_new_proc
 def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_sigterm(
     tmp_path: Path, shared_server: WarmServer
 ) -> None:
-    assert (
-        start(shared_server, frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")).wait()
-        == 2
-    )
-    folder, core = (
-        frozen(tmp_path / "job", *FOREVER, "parallel.threads_per_device=1"),
-        min(os.sched_getaffinity(0)),
-    )
+    refused = frozen(tmp_path / "refused", "+model.kwargs.no_such_option=1")
+    assert start(shared_server, refused).wait() == 2
+    words = ("train.epochs=100000", "train.evaluate_every=0", "train.log_every=1")
+    folder, core = frozen(tmp_path / "job", *words), min(os.sched_getaffinity(0))
     before = time.time()
     job = shared_server.start(folder, with_project_on_path(os.environ), [core])
     wait_until(lambda: trains(folder), shared_server)
@@ -143,19 +132,11 @@ def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
 ) -> None:
     folder = tmp_path / "sweep"
     words = (
-        "parallel=single",
-        "train.epochs=40",
-        "train.evaluate_every=0",
-        "checkpoint.every_steps=5",
+        *("parallel=single", "train.epochs=40"),
+        *("train.evaluate_every=0", "checkpoint.every_steps=5"),
     )
-    command = [
-        sys.executable,
-        "train.py",
-        "-m",
-        *tiny(*words),
-        "seed=1,2",
-        f"hydra.sweep.dir={folder}",
-    ]
+    sweep = ("seed=1,2", f"hydra.sweep.dir={folder}")
+    command = [sys.executable, "train.py", "-m", *tiny(*words), *sweep]
     running = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -202,18 +183,7 @@ def test_warm_server_forks_only_jobs_of_one_rank_whose_speed_is_not_measured(
     assert WarmServer().takes(config) == is_taken
 
 
-def test_warm_server_forks_no_job_when_an_openmp_environment_variable_has_changed(
-    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = frozen(tmp_path / "job")
-    job = start(server, folder)
-    assert server.takes(frozen_config(folder))
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert not server.takes(frozen_config(folder))
-    job.send_signal(signal.SIGTERM)
-
-
-def test_warm_server_forks_no_job_when_the_code_has_changed(
+def test_warm_server_forks_no_job_when_the_code_or_an_openmp_variable_has_changed(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has imported the old code. The files environment.json and code.diff of the job
@@ -227,12 +197,18 @@ def test_warm_server_forks_no_job_when_the_code_has_changed(
     folder = frozen(tmp_path / "job")
     job = start(server, folder)
     assert server.takes(frozen_config(folder))
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        assert not server.takes(frozen_config(folder))
+    assert server.takes(frozen_config(folder))
     code.write_text("WIDTH = 2\n")
     assert not server.takes(frozen_config(folder))
     job.send_signal(signal.SIGTERM)
 
 
-def test_warm_server_refuses_to_fork_when_its_process_has_a_second_thread() -> None:
+def test_warm_server_refuses_to_fork_with_a_second_thread_or_an_initialized_cuda_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     event = threading.Event()
     thread = threading.Thread(target=event.wait)
     thread.start()
@@ -242,11 +218,6 @@ def test_warm_server_refuses_to_fork_when_its_process_has_a_second_thread() -> N
     finally:
         event.set()
         thread.join()
-
-
-def test_warm_server_refuses_to_fork_when_its_process_has_initialized_the_cuda_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: ["one thread"])
     # An earlier test may have asked the driver.
     monkeypatch.setattr(nvidia, "has_initialized_driver", False)

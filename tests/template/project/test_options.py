@@ -30,7 +30,7 @@ OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "conf").glob("*/*.yaml")
     if path.parent.name not in ("local", "hydra")
-    # test_cluster.py tests slurm and kubernetes, which start no run here. test_profile.py tests
+    # test_cluster.py tests slurm and kubernetes, which start no run here. test_measured.py tests
     # profile, which needs several steps. The packages of wandb and mlflow are optional.
     and path.stem not in ("slurm", "kubernetes", "profile", "wandb", "mlflow")
 )
