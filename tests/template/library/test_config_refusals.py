@@ -139,7 +139,6 @@ ACROSS_GROUPS = [
         "data.batch_size=6",
         "mixup",
     ),
-    ("parallel=ddp parallel.backend=mpi", "parallel.backend=mpi", "without MPI"),
     (
         "parallel=ddp model.compile=true parallel.bucket_cap_mb=0.5",
         "parallel.bucket_cap_mb=0.5",
