@@ -141,8 +141,11 @@ def api_page() -> str:
     rows = []
     for package in (timm_parallel, timm_parallel.lab):
         rows += [f"| | `from {package.__name__} import …` |", "|---|---|"]
-        for title, names in package._GROUPS.items():
-            rows.append(f"| {title} | {', '.join(f'`{name}`' for name in names)} |")
+        stub = Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+        # A group of names has a comment as its title.
+        for title, *imports in (group.splitlines() for group in stub.split("\n\n")):
+            names = ", ".join(f"`{line.rpartition(' ')[2]}`" for line in imports)
+            rows.append(f"| {title.removeprefix('# ')} | {names} |")
         rows.append("")
     return _below_mark(API, rows[:-1])
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def attach(
-    package: str, groups: Mapping[str, Mapping[str, str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Build `__getattr__`, `__dir__` and `__all__` of a package that imports a public name when it
-    is first used, as `lazy_loader.attach` does (SPEC 1 of Scientific Python).
+    is first used, because --help and the check of a config must not import torch or timm. The file
+    `__init__.pyi` of the package lists the names as imports, which type checkers read too, as
+    with `lazy_loader.attach_stub` (SPEC 1 of Scientific Python).
 
-    `package`: name of the package. `groups`: the public names by title, {title: {public name:
-    module}}, with the module below timm_parallel. `__getattr__` raises AttributeError for a name
-    that is in no group.
+    `package`: name of the package. `__getattr__` raises AttributeError for a name that is not in
+    the list.
     """
-    modules = {name: module for group in groups.values() for name, module in group.items()}
+    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    modules = {name: module for module, name in re.findall(r"from (\S+) import (\w+) as", stub)}
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package} has no attribute {name}")
-        value = getattr(import_module(f"timm_parallel.{modules[name]}"), name)
+        value = getattr(import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

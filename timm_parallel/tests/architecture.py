@@ -156,18 +156,9 @@ def _public_modules(root: Path) -> dict[str, dict[str, str]]:
     """Return the module that defines each public name: {package: {name: module}}."""
     public = {}
     for package in ("timm_parallel", "timm_parallel.lab"):
-        path = root.joinpath(*package.split("."), "__init__.py")
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        (groups,) = (
-            node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_GROUPS"
-        )
-        named = ast.literal_eval(groups)
+        stub = root.joinpath(*package.split("."), "__init__.pyi").read_text(encoding="utf-8")
         public[package] = {
-            name: f"timm_parallel.{module}"
-            for group in named.values()
-            for name, module in group.items()
+            name: module for module, name in re.findall(r"from (\S+) import (\w+) as", stub)
         }
     return public
 
@@ -182,8 +173,5 @@ def private_names(files: list[Path], root: Path = ROOT) -> list[str]:
         f"{path.relative_to(root)}:{named.line} {named.name}"
         for path in files
         for named in names_in(path.read_text(encoding="utf-8"))
-        if re.match(r"timm_parallel\b", named.name)
-        and named.name not in allowed
-        # Allow the private name _GROUPS, because scripts/schema.py reads it to write docs/api.md.
-        and named.name.rpartition(".")[2] != "_GROUPS"
+        if re.match(r"timm_parallel\b", named.name) and named.name not in allowed
     ]

@@ -1,0 +1,100 @@
+# The app of a project, and its entry point
+from timm_parallel.app import App as App
+from timm_parallel.entry import main as main
+
+# Configs: base dataclasses, the declaration of a key, and functions that build a config
+from timm_parallel.keys import Config as Config
+from timm_parallel.keys import ResolvedConfig as ResolvedConfig
+from timm_parallel.keys import ModelConfig as ModelConfig
+from timm_parallel.keys import DataConfig as DataConfig
+from timm_parallel.keys import OptimConfig as OptimConfig
+from timm_parallel.keys import TrainConfig as TrainConfig
+from timm_parallel.keys import ResolvedTrain as ResolvedTrain
+from timm_parallel.keys import CheckpointConfig as CheckpointConfig
+from timm_parallel.keys import ResolvedParallel as ResolvedParallel
+from timm_parallel.keys import key as key
+from timm_parallel.keys import leaves as leaves
+from timm_parallel.keys import is_own_class as is_own_class
+from timm_parallel.config.validate import option_problems as option_problems
+from timm_parallel.config.validate import own_class_problems as own_class_problems
+from timm_parallel.config.validate import own_function_problems as own_function_problems
+from timm_parallel.checked_configs import compose as compose
+from timm_parallel.checked_configs import check_config as check_config
+from timm_parallel.config.resolve import resolve as resolve
+from timm_parallel.checked_configs import resolve_parallel as resolve_parallel
+from timm_parallel.config.compose import load_config as load_config
+from timm_parallel.checked_configs import evaluation_config as evaluation_config
+
+# Tasks
+from timm_parallel.task import Task as Task
+from timm_parallel.batch import Batch as Batch
+from timm_parallel.metric import Metric as Metric
+from timm_parallel.metric import to_double as to_double
+
+# Data
+from timm_parallel.data.dataset import ImageDataset as ImageDataset
+from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
+from timm_parallel.data.build import check_data as check_data
+from timm_parallel.data.build import load_dataset as load_dataset
+from timm_parallel.data.fractions import batches_per_epoch as batches_per_epoch
+from timm_parallel.data.dataset import InMemory as InMemory
+from timm_parallel.data.decode import Files as Files
+from timm_parallel.data.dataset import as_size as as_size
+from timm_parallel.data.loader import TrainLoader as TrainLoader
+from timm_parallel.data.loader import EvalLoader as EvalLoader
+from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
+from timm_parallel.data.batch_augment import Erasing as Erasing
+from timm_parallel.data.batch_augment import Mixing as Mixing
+from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
+from timm_parallel.patches import posterize_to_black as posterize_to_black
+
+# Models
+from timm_parallel.model.load_weights import load_weights as load_weights
+from timm_parallel.model.weights import preprocessing_of as preprocessing_of
+from timm_parallel.patches import create_model_with_filter as create_model_with_filter
+from timm_parallel.model.checks import refuse_failed_download as refuse_failed_download
+from timm_parallel.model.checks import compile_model as compile_model
+from timm_parallel.parallel.networks import Networks as Networks
+from timm_parallel.parallel.networks import autocast as autocast
+from timm_parallel.model.checks import check_networks as check_networks
+from timm_parallel.model.freeze import freeze as freeze
+from timm_parallel.model.freeze import head_names as head_names
+
+# Strategies, which spread a model over devices
+from timm_parallel.parallel.strategy import Strategy as Strategy
+from timm_parallel.parallel.strategy import Single as Single
+from timm_parallel.parallel.distributed import Distributed as Distributed
+from timm_parallel.parallel.strategy import build_strategy as build_strategy
+from timm_parallel.machine.ranks import Ranks as Ranks
+
+# A run
+from timm_parallel.runtime.run import Run as Run
+from timm_parallel.runtime.run import Training as Training
+from timm_parallel.runtime.step import Step as Step
+from timm_parallel.state.parts import RunParts as RunParts
+from timm_parallel.state.parts import Learning as Learning
+from timm_parallel.state.parts import build_networks as build_networks
+from timm_parallel.state.parts import build_state as build_state
+from timm_parallel.state.parts import evaluation_networks as evaluation_networks
+from timm_parallel.task import Evaluation as Evaluation
+from timm_parallel.runtime.evaluation import evaluate as evaluate
+from timm_parallel.runtime.saved_run import SavedRun as SavedRun
+from timm_parallel.trackers.tracker import Tracker as Tracker
+from timm_parallel.record.confusion import draw_confusion as draw_confusion
+from timm_parallel.runtime.predictions import write_predictions as write_predictions
+
+# Errors, names and scripts
+from timm_parallel.errors import RefusedError as RefusedError
+from timm_parallel.errors import UnreadableImageError as UnreadableImageError
+from timm_parallel.errors import refuse_wrong_arguments as refuse_wrong_arguments
+from timm_parallel.machine.imports import import_class as import_class
+from timm_parallel.machine.imports import import_name as import_name
+from timm_parallel.config.arguments import CommandLine as CommandLine
+from timm_parallel.config.arguments import number_argument as number_argument
+from timm_parallel.config.arguments import counts_argument as counts_argument
+from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
+from timm_parallel.machine.process_exit import exit_process as exit_process
+from timm_parallel.config.arguments import print_json as print_json
+from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
+from timm_parallel.machine.files import write_json as write_json
+from timm_parallel.machine.files import write_text as write_text
