@@ -5,6 +5,7 @@ file has either its old or its new content.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.errors import UnknownFormatError
-from timm_parallel.machine.platform import sync
 from timm_parallel.machine.secrets import hide, hide_in
 
 
@@ -89,10 +89,10 @@ def write_whole(path: Path, write: Callable[[Path], object], writer: str = "") -
     temporary.unlink(missing_ok=True)
     try:
         write(temporary)
-        sync(temporary)
+        _sync(temporary)
         os.replace(temporary, path)
         # Flush the folder too, because a power failure may otherwise undo the rename.
-        sync(path.parent)
+        _sync(path.parent)
     except OSError as error:
         # Add the path to an error of an open file, such as a full disk, which names no file. An
         # OSError without a number has a complete message and stays unchanged.
@@ -118,3 +118,16 @@ def finite(value: Any) -> Any:
     in JSON.
     """
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the list of entries of a folder, to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Ignore EINVAL for a folder, because some network file systems cannot flush folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,6 @@ Windows, so that train.py can print that Windows is not supported.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
@@ -22,19 +21,6 @@ STOP_SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the list of entries of a folder, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Ignore EINVAL for a folder, because some network file systems cannot flush folders.
-        if error.errno != errno.EINVAL or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def open_memory() -> IO[bytes]:
