@@ -25,9 +25,8 @@ from timm_parallel.measure.flops import count_flops
 from timm_parallel.measure.step_hooks import StepHooks, build_hooks
 from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
-from timm_parallel.model.ema import build_ema
 from timm_parallel.model.freeze import frozen_modules
-from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast
+from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
 from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
 from timm_parallel.state.progress import Progress
 from timm_parallel.task import Task

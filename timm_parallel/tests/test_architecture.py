@@ -41,6 +41,7 @@ ALLOWED = {
         "timm_parallel/data/timm_datasets.py",
         "timm_parallel/model/",
         "timm_parallel/parallel/blocks.py",
+        "timm_parallel/parallel/networks.py",
         "timm_parallel/patches.py",
         "timm_parallel/lab/doctor.py",
     ),

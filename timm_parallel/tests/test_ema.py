@@ -10,7 +10,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_parallel.model.ema import build_ema
+from timm_parallel.parallel.networks import build_ema
 
 
 def test_ema_weights_equal_those_of_timm_and_no_step_calls_state_dict(
