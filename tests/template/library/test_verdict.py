@@ -408,20 +408,12 @@ def facts(folder: Path, code: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize(
-    ("accuracy", "code", "word"),
-    [
-        (0.6, 4, WORSE),
-        pytest.param(0.8, 0, BETTER, marks=pytest.mark.nightly),
-        pytest.param(0.7, 3, NO_DIFFERENCE, marks=pytest.mark.nightly),
-    ],
-)
 def test_verdict_script_compares_the_working_tree_with_the_base_commit(
-    repository: Path, capsys: pytest.CaptureFixture[str], accuracy: float, code: int, word: str
+    repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_settings(repository, accuracy=accuracy)
-    exit_code, values = run(capsys)
-    assert (exit_code, values["verdict"], values["exit_code"]) == (code, word, code)
+    write_settings(repository, accuracy=0.6)
+    code, values = run(capsys)
+    assert (code, values["verdict"], values["exit_code"]) == (4, WORSE, 4)
     assert values["head"] == "working tree"
     assert values["base"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
     page = json.loads((Path(values["sweep"]) / "report.json").read_text())
@@ -465,19 +457,6 @@ def test_verdict_runs_each_version_with_its_own_library_and_with_the_seeds_of_th
         # The code of a version must not be inside a git repository. Otherwise a run would record
         # the commit of the working tree.
         assert all(fact["commit"] != 0 for fact in recorded)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=2)
-def test_verdict_ignores_the_working_tree_when_head_is_a_commit(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, accuracy=0.8)
-    git(repository, "commit", "-qam", "Second")
-    write_settings(repository, accuracy=0.1)
-    code, values = run(capsys, "base=main~1", "head=main")
-    assert (code, values["verdict"]) == (0, BETTER)
-    assert values["head"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
 
 
 @pytest.mark.slow(seconds=2)
@@ -525,14 +504,17 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=7)
-def test_verdicts_are_numbered_separately_for_each_base_commit(
+def test_verdicts_are_numbered_for_each_base_and_ignore_the_working_tree_when_head_is_a_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = [run(capsys, "sweep.repeats=2", f"seed={seed}")[1]["number"] for seed in (1, 2)]
     write_settings(repository, accuracy=0.8)
     git(repository, "commit", "-qam", "Second")
     _, other = run(capsys, "sweep.repeats=2")
-    _, third = run(capsys, "sweep.repeats=2", "base=main~1")
+    write_settings(repository, accuracy=0.1)
+    code, third = run(capsys, "base=main~1", "head=main")
+    assert (code, third["verdict"]) == (0, BETTER)
+    assert third["head"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
     assert [*numbers, other["number"], third["number"]] == [1, 2, 1, 3]
     assert (third["level"], third["false_in_100"]) == (LEVEL, 6)
     ledger = json.loads((repository / "outputs/verdicts.json").read_text())
