@@ -21,12 +21,6 @@ from scripts.update import main
 from tests.template.repositories import NEEDS_GIT, git
 from tests.template.runs import ROOT
 
-WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
-    "mine", [True, False], ids=["common history", "no common history"], indirect=True
-)
-WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
-    "with_wheel", [True, False], ids=["common history", "no common history"], indirect=True
-)
 pytestmark = NEEDS_GIT
 # Script `make fork` of a small template: it renames the README, which names the commit, deletes
 # scripts/maintain and records its options. With --library=wheel, a file in vendor/ takes the place
@@ -185,7 +179,9 @@ def read(path: Path) -> str:
 
 
 @pytest.mark.slow(seconds=2)
-@WITH_AND_WITHOUT_COMMON_HISTORY
+@pytest.mark.parametrize(
+    "mine", [True, False], ids=["common history", "no common history"], indirect=True
+)
 def test_make_update_replaces_the_library_and_merges_what_changed_since_the_last_update(
     template: Path, mine: Path
 ) -> None:
@@ -363,7 +359,9 @@ def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     assert state(folder) == before
 
 
-@WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY
+@pytest.mark.parametrize(
+    "with_wheel", [True, False], ids=["common history", "no common history"], indirect=True
+)
 @pytest.mark.slow(seconds=2)
 def test_make_update_replaces_the_wheel_and_own_library_then_replaces_it_by_the_folder(
     template: Path, with_wheel: Path

@@ -71,7 +71,7 @@ def test_skipped_dp_job_has_a_reason_code_for_a_too_small_batch_or_several_nodes
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (0.5, 1), (6.0, 2)])
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (6.0, 2)])
 def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
 ) -> None:
