@@ -52,15 +52,11 @@ def points(*overrides: str) -> Any:
 
 
 @pytest.mark.slow(seconds=1)
-def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_or_batch() -> None:
+def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_batch_or_nodes() -> None:
     expanded = points("parallel=single,ddp", "parallel.devices=1,3", "data.batch_size=64")
     assert [bool(point.reason) for point in expanded] == [False, True, False, True]
     assert [point.code for point in expanded] == ["", ONE_DEVICE, "", BATCH_NOT_DIVISIBLE]
     assert "63, 66" in expanded[3].reason
-
-
-@pytest.mark.slow(seconds=1)
-def test_skipped_dp_job_has_a_reason_code_for_a_too_small_batch_or_several_nodes() -> None:
     small = points(
         "parallel=dp", "parallel.devices=4", "data.batch_size=2,64", "parallel.accelerator=cpu"
     )

@@ -136,17 +136,14 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
 
-def test_verdict_is_better_when_the_new_code_has_a_lower_loss() -> None:
-    base = [record_of(BASE, i, 0.5 + 0.01 * i, metric="val/loss") for i in range(5)]
-    head = [record_of(HEAD, i, 0.4 + 0.011 * i, metric="val/loss") for i in range(5)]
-    assert verdict_on(base + head).word == BETTER
-    assert verdict_on([*map(_swap, head), *map(_swap, base)]).word == WORSE
-
-
-def _swap(run: RunRecord) -> RunRecord:
-    other = BASE if run.config[CODE] == HEAD else HEAD
-    value = run.result["val.loss"]
-    return record_of(other, run.block, value, metric="val/loss")
+@pytest.mark.parametrize(("lower", "word"), [(HEAD, BETTER), (BASE, WORSE)])
+def test_verdict_is_better_when_the_new_code_has_a_lower_loss(lower: str, word: str) -> None:
+    runs = []
+    for block in range(5):
+        for code in (BASE, HEAD):
+            loss = 0.4 + 0.011 * block if code == lower else 0.5 + 0.01 * block
+            runs.append(record_of(code, block, loss, metric="val/loss"))
+    assert verdict_on(runs).word == word
 
 
 def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_have_shown() -> (
