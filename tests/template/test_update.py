@@ -21,12 +21,6 @@ from scripts.update import main
 from tests.template.repositories import NEEDS_GIT, git
 from tests.template.runs import ROOT
 
-WITH_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
-    "mine", [True, False], ids=["common history", "no common history"], indirect=True
-)
-WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY = pytest.mark.parametrize(
-    "with_wheel", [True, False], ids=["common history", "no common history"], indirect=True
-)
 pytestmark = NEEDS_GIT
 # Script `make fork` of a small template: it renames the README, which names the commit, deletes
 # scripts/maintain and records its options. With --library=wheel, a file in vendor/ takes the place
@@ -184,8 +178,11 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-@WITH_AND_WITHOUT_COMMON_HISTORY
-def test_make_update_replaces_the_library_and_merges_other_files(
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(
+    "mine", [True, False], ids=["common history", "no common history"], indirect=True
+)
+def test_make_update_replaces_the_library_and_merges_what_changed_since_the_last_update(
     template: Path, mine: Path
 ) -> None:
     commit(
@@ -227,27 +224,14 @@ def test_make_update_replaces_the_library_and_merges_other_files(
     )
     assert git(mine, "worktree", "list").count("\n") == 0
     assert read(mine / "local/mine") == "mine"
-
-
-@WITH_AND_WITHOUT_COMMON_HISTORY
-@pytest.mark.slow(seconds=2)
-def test_make_update_starts_from_the_template_commit_of_the_previous_update(
-    template: Path, mine: Path
-) -> None:
-    commit(template, NEWER)
-    assert update(mine) == 0
+    # The next update starts from the commit of this one.
     commit(mine, {})
     assert update(mine) == 2
-    newest = commit(
-        template,
-        {"src/added.py": "# added and changed\n", "src/example.py": "# the best example\n"},
-    )
+    changed = {"src/added.py": "# added and changed\n", "src/example.py": "# the best example\n"}
+    newest = commit(template, changed)
     assert update(mine) == 0
-    assert git(mine, "diff", "--cached", "--name-only").split() == [
-        ".template.json",
-        "README.md",
-        "src/added.py",
-    ]
+    staged = git(mine, "diff", "--cached", "--name-only").split()
+    assert staged == [".template.json", "README.md", "src/added.py"]
     assert json.loads(read(mine / ".template.json"))["template_commit"] == newest
 
 
@@ -258,7 +242,9 @@ def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lis
     (mine / "image.png").write_bytes(b"\0mine")
     commit(mine, {"src/unused.py": "# used by me\n"})
     (template / "image.png").write_bytes(b"\0theirs")
-    commit(template, {**NEWER, "src/front.py": "first = 100\n\nsecond = 2\n\nthird = 30\n"})
+    # The file that the fork changed has moved into the library.
+    newer = {**NEWER, "timm_parallel/unused.py": SMALL["src/unused.py"]}
+    commit(template, {**newer, "src/front.py": "first = 100\n\nsecond = 2\n\nthird = 30\n"})
     before = state(mine)
     assert update(mine) == 1
     error = capfd.readouterr().err
@@ -272,16 +258,6 @@ def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lis
     assert read(mine / "src/unused.py") == "# used by me\n"
     assert (mine / "image.png").read_bytes() == b"\0mine"
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
-
-
-def test_make_update_reports_a_conflict_when_a_file_changed_by_the_fork_moved_into_the_library(
-    template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    commit(template, {"timm_parallel/front.py": SMALL["src/front.py"], "src/front.py": None})
-    before = state(mine)
-    assert update(mine) == 1
-    assert "conflict in src/front.py:" in capfd.readouterr().err
-    assert state(mine) == before
 
 
 def test_make_update_restores_the_fork_when_a_test_fails(
@@ -383,9 +359,11 @@ def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
     assert state(folder) == before
 
 
-@WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY
-@pytest.mark.slow(seconds=1)
-def test_make_update_replaces_the_wheel_and_its_requirement(
+@pytest.mark.parametrize(
+    "with_wheel", [True, False], ids=["common history", "no common history"], indirect=True
+)
+@pytest.mark.slow(seconds=2)
+def test_make_update_replaces_the_wheel_and_own_library_then_replaces_it_by_the_folder(
     template: Path, with_wheel: Path
 ) -> None:
     # The fork adds a requirement of its own, and its wheel has other bytes than a second build.
@@ -401,6 +379,20 @@ def test_make_update_replaces_the_wheel_and_its_requirement(
     assert read(with_wheel / "src/front.py") == "first = 10\n\nsecond = 2\n\nthird = 30\n"
     assert not (with_wheel / "timm_parallel").exists()
     assert read(with_wheel / "README.md").endswith(f"\n{newest}\n")
+    # The folder of the library has the version of the wheel that it replaces.
+    commit(with_wheel, {})
+    commit(template, {"timm_parallel/core.py": "VERSION = 3\n"})
+    assert update(with_wheel, "--library", "source") == 0
+    assert not (with_wheel / "vendor").exists()
+    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 2\n"
+    assert read(with_wheel / "requirements.txt") == "# packages\ntorch\nmine\n"
+    assert "--library=source" in json.loads(read(with_wheel / ".template.json"))["options"]
+    commit(with_wheel, {})
+    assert update(with_wheel, "--library", "source") == 2
+    # The next update replaces the folder.
+    assert update(with_wheel) == 0
+    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 3\n"
+    assert not (with_wheel / "vendor").exists()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -417,27 +409,6 @@ def test_make_update_installs_the_old_wheel_again_when_a_test_fails(
     assert read(installed) == read(with_wheel / "requirements.txt")
     installed.unlink()
     assert state(with_wheel) == before
-
-
-@WITH_WHEEL_AND_WITHOUT_COMMON_HISTORY
-@pytest.mark.slow(seconds=1)
-def test_own_library_replaces_the_wheel_by_the_folder_of_the_same_version(
-    template: Path, with_wheel: Path
-) -> None:
-    commit(template, NEWER)
-    front = read(with_wheel / "src/front.py")
-    assert update(with_wheel, "--library", "source") == 0
-    assert not (with_wheel / "vendor").exists()
-    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 1\n"
-    assert read(with_wheel / "requirements.txt") == "# packages\ntorch\n"
-    assert read(with_wheel / "src/front.py") == front
-    assert "--library=source" in json.loads(read(with_wheel / ".template.json"))["options"]
-    commit(with_wheel, {})
-    assert update(with_wheel, "--library", "source") == 2
-    # The next update replaces the folder.
-    assert update(with_wheel) == 0
-    assert read(with_wheel / "timm_parallel/core.py") == "VERSION = 2\n"
-    assert not (with_wheel / "vendor").exists()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["common history", "no common history"])

@@ -203,8 +203,14 @@ def train_shared(
 
 
 @pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the drawing of plots in reports by a function that draws nothing, because plots take
-    most of the time of a report.
+    most of the time of a report. Tests that use the fixture `plots` still draw them.
     """
-    monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("timm_parallel.lab.report.plots.draw", lambda group: [])
+
+
+@pytest.fixture
+def plots() -> None:
+    """Let a test of a module that uses `without_plots` draw plots."""

@@ -15,26 +15,14 @@ import pytest
 
 from scripts import report as script
 from tests.template.runs import run_python
-from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.report.report import write_report
-from timm_parallel.record.result import FORMAT, Result, write_result
+from timm_parallel.record.result import FORMAT
 from timm_parallel.testing.report_sweeps import GIB, Sweep, full_sweep, read
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def plots_where_asked(request: pytest.FixtureRequest) -> None:
-    """Draw plots only in tests that request the fixture `plots`, because drawing takes most of
-    the time of a report.
-    """
-    if "plots" not in request.fixturenames:
-        request.getfixturevalue("without_plots")
-
-
-@pytest.fixture
-def plots() -> None:
-    pass
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 def test_report_shows_median_and_range_of_speed_over_repeats(tmp_path: Path) -> None:
@@ -47,8 +35,6 @@ def test_report_shows_median_and_range_of_speed_over_repeats(tmp_path: Path) -> 
     assert [peak["median"] for peak in point["peak_bytes"]] == [4 * GIB, 4 * GIB]
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.usefixtures("plots")
 def test_report_explains_that_dp_on_cpu_uses_threads_and_omits_the_speed_of_dp(
     tmp_path: Path,
 ) -> None:
@@ -104,7 +90,6 @@ def test_report_groups_runs_by_machine_and_evaluates_dp_and_ddp_claims_for_each_
     assert 'href="../b/0/result.json"' in html
 
 
-@pytest.mark.usefixtures("plots")
 def test_report_groups_runs_by_training_settings_and_compares_parallel_options_per_group(
     tmp_path: Path,
 ) -> None:
@@ -166,12 +151,15 @@ def test_report_has_job_counts_but_no_recommendation_when_no_job_is_done(tmp_pat
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Path) -> None:
+def test_report_shows_a_dash_for_a_finished_run_of_an_older_version_without_throughput(
+    tmp_path: Path,
+) -> None:
     sweep = Sweep(tmp_path / "s")
-    sweep.row("parallel=ddp", "parallel.devices=2", status="done")
-    folder = sweep.write() / "0"
-    write_result(folder, Result(status="done", strategy="ddp", devices=2, accelerator="cpu"))
-    _, markdown, plain = read(sweep.folder)
+    path = sweep.add("ddp", 2) / "result.json"
+    older = {"format": 0, "status": "done", "strategy": "ddp", "devices": 2, "gone": 1}
+    path.write_text(json.dumps(older))
+    _, markdown, plain = read(sweep.write())
+    assert plain["counts"] == "1 of 1 jobs done"
     row = next(line for line in markdown.splitlines() if line.startswith("| ddp × 2"))
     # The table has a dash only in the column images/s. The report omits all other columns, because
     # no run has a value for them.
@@ -181,66 +169,27 @@ def test_report_shows_a_dash_when_a_finished_run_has_no_throughput(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("plots")
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "values",
-    [
-        {
-            "throughput": None,
-            "memory": None,
-            "communication": None,
-            "seconds": None,
-            "cpu": None,
-            "val": None,
-        },
-        {
-            "throughput": {"images_per_sec": "fast"},
-            "memory": [{"device": 0}],
-            "proof": None,
-            "data_wait": None,
-        },
-        {
-            "throughput": [],
-            "step": "x",
-            "ranks": [1, {"rank": 0}, {"data_ms": "a"}],
-            "flags": "busy",
-            "hosts": "a",
-        },
-        {
-            "throughput": None,
-            "step": {"data_ms": -1},
-            "nodes": "two",
-            "neighbours": "no",
-            "guard": 3,
-            "seconds": [],
-        },
-        {
-            "throughput": None,
-            "reason": ["x"],
-            "ranks": [{"rank": [0], "host": {}, "data_ms": 1.0, "compute_ms": 2.0}],
-        },
-        {"throughput": None, "proof": {"chunk_sizes": [[1], "x"]}, "memory": [{"device": []}]},
-        {
-            "throughput": None,
-            "proof": {"chunk_sizes": 3, "hashes_equal": "x", "parameters_hash_start": []},
-        },
-        {
-            "throughput": None,
-            "world_size": "two",
-            "batch_size": "64",
-            "threads_per_device": [],
-            "flags": [1],
-        },
-    ],
-)
-def test_report_ignores_result_json_fields_of_wrong_type(
-    tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_report_ignores_result_json_fields_of_wrong_type(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    path = sweep.add("ddp", 2) / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    _, _, plain = read(sweep.write())
-    assert plain["points"][0]["images_per_sec"] is None
+    none = ("memory", "communication", "seconds", "cpu", "val")
+    ranks: list[Any] = [1, {"rank": 0}, {"data_ms": "a"}]
+    measured = {"data_ms": 1.0, "compute_ms": 2.0}
+    wrong: list[dict[str, Any]] = [
+        dict.fromkeys(none),
+        {"throughput": {"images_per_sec": "fast"}, "memory": [{"device": 0}], "proof": None},
+        {"throughput": [], "step": "x", "ranks": ranks, "flags": "busy", "hosts": "a"},
+        {"step": {"data_ms": -1}, "nodes": "two", "neighbours": "no", "guard": 3, "seconds": []},
+        {"reason": ["x"], "ranks": [{"rank": [0], "host": {}, **measured}]},
+        {"proof": {"chunk_sizes": [[1], "x"]}, "memory": [{"device": []}], "data_wait": None},
+        {"proof": {"chunk_sizes": 3, "hashes_equal": "x", "parameters_hash_start": []}},
+        {"world_size": "two", "batch_size": "64", "threads_per_device": [], "flags": [1]},
+    ]
+    for number, fields in enumerate(wrong):
+        changes = {"throughput": None, **fields}
+        sweep.add("ddp", 2, options={"bucket_cap_mb": number}, **changes)
+    plain = read(sweep.write())[2]
+    assert len(plain["runs"]) == len(wrong)
+    assert {point["images_per_sec"] for point in plain["points"]} == {None}
 
 
 @pytest.mark.parametrize(
@@ -304,28 +253,32 @@ def test_report_error_names_the_invalid_sweep_file_in_one_line(
     assert not (sweep.folder / "report.html").exists()
 
 
-def test_report_accepts_result_json_of_an_older_version(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
-    path = sweep.add("single", 1) / "result.json"
-    path.write_text(
-        json.dumps({"status": "done", "format": 0, "strategy": "single", "devices": 1, "gone": 1})
-    )
-    assert read(sweep.write())[2]["counts"] == "1 of 1 jobs done"
-
-
+@pytest.mark.slow(seconds=3)
 @pytest.mark.usefixtures("plots")
-def test_report_html_loads_no_external_files_and_has_unique_element_ids(tmp_path: Path) -> None:
-    html, _, _ = read(full_sweep(tmp_path / "s").write())
+def test_report_has_plots_with_data_loads_no_external_files_and_is_the_same_when_written_twice(
+    tmp_path: Path,
+) -> None:
+    folder = full_sweep(tmp_path / "s").write()
+    written = read(folder)
+    assert read(folder) == written
+    html = written[0]
     assert html.count("<svg") == 3
     # In dark mode the text must not stay black, so plots must use the text color of the page.
     assert "currentColor" in html and "#010101" not in html
     assert not re.search(r"<script|<link|@import|url\((?!#)", html)
-    outside = {
+    assert not [
         address for address in re.findall(r'(?:href|src)="([^"#]+)"', html) if "//" in address
-    }
-    assert not outside
+    ]
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert ids and len(ids) == len(set(ids))
+    plots = folder / "report_plots"
+    names = ("memory", "ratios", "speed")
+    files = sorted(path.name for path in plots.iterdir())
+    assert files == [f"1_{name}.{kind}" for name in names for kind in ("csv", "svg")]
+    # The CSV must have all 15 runs, not one row per configuration.
+    assert len(list(csv.DictReader((plots / "1_speed.csv").open(encoding="utf-8")))) == 15
+    ratios = list(csv.DictReader((plots / "1_ratios.csv").open(encoding="utf-8")))
+    assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
 
 
 def test_every_link_in_a_report_points_to_an_existing_file(tmp_path: Path) -> None:
@@ -343,12 +296,18 @@ def test_every_link_in_a_report_points_to_an_existing_file(tmp_path: Path) -> No
     assert "<a " not in claims[: claims.index("</dl>")]
 
 
-def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
+def test_report_in_another_folder_links_to_the_runs_and_has_a_csv_with_one_row_per_run(
+    tmp_path: Path,
+) -> None:
     sweep = full_sweep(tmp_path / "s")
     sweep.row("parallel=single", "parallel.devices=2", status="skipped", reason="one, two\nthree")
-    rows = list(
-        csv.DictReader(write_report([sweep.write()]).with_suffix(".csv").open(encoding="utf-8"))
-    )
+    html = write_report([sweep.write()], tmp_path / "elsewhere")
+    assert html == tmp_path / "elsewhere" / "report.html"
+    assert "../s/0/result.json" in html.read_text()
+    assert {path.name for path in html.parent.iterdir()} == {
+        f"report.{kind}" for kind in ("html", "md", "csv", "json")
+    }
+    rows = list(csv.DictReader(html.with_suffix(".csv").open(encoding="utf-8")))
     assert len(rows) == 16
     assert float(rows[0]["images_per_sec"]) == 990
     assert rows[-1]["images_per_sec"] == "" and rows[-1]["reason"] == "one, two three"
@@ -367,40 +326,17 @@ def test_report_csv_has_one_row_per_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_report_writes_each_plot_as_svg_with_its_data_as_csv(tmp_path: Path) -> None:
-    folder = full_sweep(tmp_path / "s").write()
-    read(folder)
-    names = ("memory", "ratios", "speed")
-    files = sorted(path.name for path in (folder / "report_plots").iterdir())
-    assert files == [f"1_{name}.{kind}" for name in names for kind in ("csv", "svg")]
-    runs = list(csv.DictReader((folder / "report_plots" / "1_speed.csv").open(encoding="utf-8")))
-    # The CSV must have all 15 runs, not one row per configuration.
-    assert len(runs) == 15
-    ratios = list(csv.DictReader((folder / "report_plots" / "1_ratios.csv").open(encoding="utf-8")))
-    assert {"ratio", "low", "high", "detectable"} <= set(ratios[0])
-
-
-@pytest.mark.usefixtures("plots")
-@pytest.mark.parametrize(
-    ("points", "fastest"), [(9, 8), pytest.param(30, 29, marks=pytest.mark.nightly)]
-)
 @pytest.mark.slow(seconds=2)
-def test_every_report_plot_shows_the_fastest_of_many_configurations(
-    tmp_path: Path, points: int, fastest: int
-) -> None:
+def test_every_report_plot_shows_the_fastest_of_many_configurations(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
     sweep.repeat("single", 1, [1000, 1010])
-    for number in range(points):
+    for number in range(9):
         speed = 1200 + 20 * number
         sweep.repeat("ddp", 2, [speed, speed + 5], options={"bucket_cap_mb": number})
     read(sweep.write())
-    for name, shown in (
-        ("ratios", "ddp × 2 (bucket_cap_mb={})"),
-        ("memory", "ddp × 2 (bucket_cap_mb={})"),
-        ("speed", "ddp (bucket_cap_mb={})"),
-    ):
+    for name, strategy in (("ratios", "ddp × 2"), ("memory", "ddp × 2"), ("speed", "ddp")):
         svg = (sweep.folder / "report_plots" / f"1_{name}.svg").read_text(encoding="utf-8")
-        assert shown.format(fastest) in svg, name
+        assert f"{strategy} (bucket_cap_mb=8)" in svg, name
 
 
 @pytest.mark.usefixtures("plots")
@@ -414,7 +350,6 @@ def test_report_on_one_cpu_run_has_no_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "is_shown"),
     [
-        ({"train": {"max_steps": None}}, True),
         ({"train": {"max_steps": 40}}, True),
         ({"train": {"max_steps": None, "evaluate_every": 0}}, True),
         ({"train": {"max_steps": 40, "evaluate_every": 0}}, False),
@@ -458,25 +393,6 @@ def test_report_shows_the_metric_by_which_each_run_selected_its_checkpoint(
     assert ">val/loss (lower is better)<" in html and ">val/f1_ema<" in html
     [header] = [line for line in markdown.splitlines() if line.startswith("| point | runs")]
     assert "val/loss" in header and "val/acc" not in header
-
-
-def test_report_is_written_to_the_given_output_folder_with_relative_links_to_the_runs(
-    tmp_path: Path,
-) -> None:
-    sweep = full_sweep(tmp_path / "s")
-    html = write_report([sweep.write()], tmp_path / "elsewhere")
-    assert html == tmp_path / "elsewhere" / "report.html"
-    assert "../s/0/result.json" in html.read_text()
-    assert {path.name for path in html.parent.iterdir()} == {
-        f"report.{kind}" for kind in ("html", "md", "csv", "json")
-    }
-
-
-@pytest.mark.slow(seconds=2)
-@pytest.mark.usefixtures("plots")
-def test_report_has_identical_contents_when_written_twice(tmp_path: Path) -> None:
-    folder = full_sweep(tmp_path / "s").write()
-    assert read(folder) == read(folder)
 
 
 @pytest.mark.nightly
@@ -531,9 +447,24 @@ def test_report_py_exits_2_in_one_line_for_a_link_loop_or_an_unwritable_folder(
     assert given[-1] in line
 
 
-def test_record_of_a_job_without_result_json_has_no_measurements(tmp_path: Path) -> None:
-    run = RunRecord("0", tmp_path, "waiting", overrides=("parallel=ddp", "parallel.devices=2"))
-    assert (run.strategy, run.devices, run.comparable) == ("", 0, False)
-    assert (
-        run.measure("images_per_sec") is None and run.metric_value is None and run.peak_bytes == []
-    )
+@pytest.mark.parametrize(
+    ("kwargs", "pixels", "title"),
+    [
+        ({"depth": 2}, 32, "vit_tiny (999 parameters, 32 px)"),
+        ({"depth": 2}, [32, 48], "vit_tiny (999 parameters, 32 x 48 px)"),
+        # A run of an older version of this project has not recorded its image size.
+        ({"depth": 2}, None, "vit_tiny (999 parameters)"),
+        ({}, 32, "vit_tiny"),
+    ],
+)
+def test_report_title_of_a_changed_model_has_its_parameter_count_and_image_size(
+    tmp_path: Path, kwargs: dict[str, int], pixels: Any, title: str
+) -> None:
+    sweep = Sweep(tmp_path / "sweep")
+    config = {"model": {"name": "vit_tiny", "kwargs": kwargs}}
+    sweep.add("single", 1, config=config, model="vit_tiny", parameters=999, image_size=pixels)
+    html, markdown, plain = read(sweep.write())
+    [group] = plain["groups"]
+    assert group["title"] == f"{title}, strong scaling, global batch 64"
+    assert group["title"] in html and group["title"].replace("_", "\\_") in markdown
+    assert group["model"] == "vit_tiny"

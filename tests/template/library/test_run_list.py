@@ -1,4 +1,4 @@
-"""scripts/runs.py lists all runs of a folder, whatever else is in it, and 10,000 in seconds."""
+"""scripts/runs.py lists all runs of a folder, whatever else is in it, and thousands in seconds."""
 
 from __future__ import annotations
 
@@ -130,17 +130,17 @@ def test_resumed_run_is_listed_with_the_settings_of_its_start(
     assert [row["settings"] for row in listed(capsys, tmp_path)] == ["seed=3 tags=[a b]"]
 
 
-@pytest.mark.slow(seconds=8)
-def test_10000_runs_are_listed_in_less_than_5_seconds_of_processor_time(
+@pytest.mark.slow(seconds=2)
+def test_2000_runs_are_listed_in_less_than_a_second_of_processor_time(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = outputs / "train/day/one"
-    for number in range(10_000):
+    for number in range(2000):
         folder = tmp_path / str(number % 100) / str(number)
         (folder / ".hydra").mkdir(parents=True)
         for name in ("config.yaml", "result.json", ".hydra/overrides.yaml"):
             os.link(first / name, folder / name)
     began = time.process_time()
     rows = listed(capsys, tmp_path, "metric=val/acc", "where=optim.lr=0.5")
-    assert time.process_time() - began < 5
-    assert len(rows) == 10_000
+    assert time.process_time() - began < 1
+    assert len(rows) == 2000

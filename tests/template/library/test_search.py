@@ -93,12 +93,11 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
 
 @pytest.mark.slow(seconds=4)
 def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys() -> None:
-    assert set(space_of()) == {"optim.lr", "optim.weight_decay"}
-    assert set(space_of("optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)")) == {
-        "optim.lr",
-        "train.smoothing",
-    }
-    assert space_of("optim.lr=interval(0.1,0.2)")["optim.lr"].low == 0.1
+    space = space_of(
+        "optim.lr=interval(0.1,0.2)", "optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)"
+    )
+    assert set(space) == {"optim.lr", "train.smoothing"}
+    assert space["optim.lr"].low == 0.1
 
 
 @pytest.mark.sample(4)

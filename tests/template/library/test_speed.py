@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -102,16 +101,13 @@ def count_reads(steps: int, *overrides: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [(), BUSY, DRAWN, ("train.precision=bf16",)],
-    ids=["plain", "busy", "drawn", "bf16"],
+    "overrides", [(*BUSY, "train.precision=bf16"), DRAWN], ids=["busy", "drawn"]
 )
 @pytest.mark.slow(seconds=2)
-@pytest.mark.sample(2)
 def test_training_steps_between_log_steps_read_no_tensor_values_from_the_device(
     overrides: tuple[str, ...],
 ) -> None:
-    few, many = count_reads(5, *overrides), count_reads(25, *overrides)
+    few, many = count_reads(4, *overrides), count_reads(10, *overrides)
     assert 1 <= few <= 10, "the sync step fetches its losses"
     assert many == few
 
@@ -179,12 +175,12 @@ def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> C
 def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "few").mkdir()
-    (tmp_path / "many").mkdir()
-    few, many = (
-        count_writes(5, tmp_path / "few", monkeypatch),
-        count_writes(45, tmp_path / "many", monkeypatch),
-    )
+    counts = []
+    for steps in (5, 45):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        counts.append(count_writes(steps, folder, monkeypatch))
+    few, many = counts
     assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
     for name, count in many.items():
         assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
@@ -271,9 +267,7 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
 
 
 @pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    "accelerator", [pytest.param("cpu", marks=pytest.mark.nightly), *ONLY_CUDA]
-)
+@pytest.mark.parametrize("accelerator", ONLY_CUDA)
 @pytest.mark.parametrize(
     "options",
     [
@@ -292,9 +286,7 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
 def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     options: tuple[str, ...], accelerator: str
 ) -> None:
-    """With a GPU, torch raises an error when a step synchronizes. On a CPU, the test only checks
-    that the steps run.
-    """
+    """Torch raises an error when a step synchronizes."""
     on = ("parallel=single", f"parallel.accelerator={accelerator}", "data.batch_size=8")
     config = resolved(*on, *options, "data=synthetic")
     run = parts_of(config)
@@ -309,9 +301,8 @@ def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     # after the first step and after the warm-up.
     train(7, Progress())
     progress = Progress()
-    # On a GPU, the logged step must synchronize, because it reads the losses. The error shows that
-    # the check works.
-    is_refused = pytest.raises(RuntimeError, match="synchroniz")
-    with is_refused if accelerator == "cuda" else nullcontext(), error_on_waits(accelerator):
+    # The logged step must synchronize, because it reads the losses. The error shows that the check
+    # works.
+    with pytest.raises(RuntimeError, match="synchroniz"), error_on_waits(accelerator):
         train(8, progress)
     assert progress.step == 8

@@ -40,43 +40,22 @@ SMALL = (
 # The next tests check that invalid command lines are refused.
 
 
-@pytest.mark.parametrize("dry_run", ["false", "true"])
 def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
-    refuse: Refuse, tmp_path: Path, dry_run: str
-) -> None:
-    images = draw_images(tmp_path / "images")
-    gone = tmp_path / "gone"
-    line = refuse(
-        *SMALL,
-        "data=folder",
-        "data.batch_size=2",
-        f"data.root={images},{gone}",
-        f"sweep.dry_run={dry_run}",
-    )
-    assert f"data.root={gone}" in line
-    assert f"{gone}/train" in line
-
-
-@pytest.mark.slow(seconds=2)
-def test_search_is_refused_before_its_first_trial_when_one_searched_data_root_is_missing(
     refuse: Refuse, tmp_path: Path
 ) -> None:
     images = draw_images(tmp_path / "images")
     gone = tmp_path / "gone"
-    line = refuse(
-        *SMALL, "search=optuna", "data=folder", "data.batch_size=2", f"data.root={images},{gone}"
-    )
+    line = refuse(*SMALL, "data=folder", "data.batch_size=2", f"data.root={images},{gone}")
     assert f"data.root={gone}" in line
+    assert f"{gone}/train" in line
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (("data.limit_train=40,100", "data.batch_size=64"), ("data.batch_size=64", "40 images")),
-        (("data.batch_size=16,2000",), ("data.batch_size=2000", "1257 images")),
         (("train.accumulate=1,30",), ("train.accumulate=30", "19 batches")),
         (("seed=1,2", "data.limit_train=9", "sweep.dry_run=true"), ("9 images",)),
-        (("search=optuna", "data.limit_train=9", "data.batch_size=10"), ("9 images",)),
         (("search=optuna", "data.batch_size=choice(8,1258)"), ("data.batch_size=1258",)),
         (
             (
@@ -98,14 +77,12 @@ def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training
     ("words", "named"),
     [
         (("optim.lr=0.1,abc",), ("optim.lr=abc", "number")),
-        (("train.epochs=1.5,2",), ("train.epochs=1.5", "integer")),
         (("train.epochs=0,1",), ("train.epochs=0",)),
         (("parallel=single,dpp",), ("parallel=dpp",)),
         (("modle=a,b",), ("modle",)),
         (("seed=range(3,3)",), ("seed=range(3,3): ",)),
         (("optim.lr=interval(0.001,0.1)",), ("optim.lr=interval(0.001,0.1)", "search=optuna")),
         (('tags="a,b","c d"',), ('tags="a,b"', "list")),
-        (("optim.opt=[adamw,sgd]",), ("optim.opt=[adamw,sgd]",)),
         (("optim.opt=[adamw,sgd],adamw",), ("optim.opt=[adamw,sgd]",)),
         (("optim.betas=[0.9,0.95],[0.9,0.99]",), ("optim.betas", "+optim.kwargs.betas")),
         (("optim.lr=1e-3,",), ("optim.lr=1e-3,",)),
@@ -125,7 +102,6 @@ def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twic
     ("word", "named"),
     [
         ("model=resnet50", "model.name=resnet50"),
-        ("model=resnet50.a1_in1k", "model.name=resnet50.a1_in1k"),
         ("model=tinny", "did you mean tiny"),
         ("optim.betas=[0.9,0.95]", "+optim.kwargs.betas"),
         ("model.drop_path_rate=0.1", "+model.kwargs.drop_path_rate"),
@@ -141,12 +117,10 @@ def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
 # The next test interrupts a sweep before its first job.
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    number: signal.Signals,
 ) -> None:
     """The signal arrives while the sweep writes the config of its second job."""
     from timm_parallel.lab.sweep import blocks
@@ -156,7 +130,7 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
 
     def interrupted(folder: Path, job: object, point: object) -> None:
         if written:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
         written.append("a job")
         freeze(folder, job, point)  # type: ignore[arg-type]
 
@@ -168,13 +142,13 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     monkeypatch.setattr(
         sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"]
     )
-    before = signal.getsignal(number)
-    assert run_command(app) == 128 + number
-    assert signal.getsignal(number) == before
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command(app) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
     out, err = capfd.readouterr()
     assert written and not folder.exists()
     assert len((out + err).splitlines()) == 1
-    assert number.name in err
+    assert "SIGTERM" in err
 
 
 # The next tests resume a sweep whose folder was changed.
@@ -235,19 +209,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow(seconds=2)
-def test_sweep_checks_each_distinct_data_config_once(tmp_path: Path, no_jobs: list[str]) -> None:
-    checked: list[int | None] = []
-    start(
-        tmp_path / "sweep",
-        "seed=1,2",
-        "data.limit_train=64,128",
-        check=lambda config: checked.append(config.data.limit_train),
-    )
-    assert checked == [64, 128]
-
-
-@pytest.mark.slow(seconds=2)
-def test_resumed_sweep_writes_deleted_or_edited_configs_of_jobs_again(
+def test_sweep_checks_each_data_once_and_when_resumed_writes_changed_configs_of_jobs_again(
     tmp_path: Path, no_jobs: list[str]
 ) -> None:
     """One deleted folder is of a finished job, the other of a waiting job. The config of another
@@ -255,7 +217,14 @@ def test_resumed_sweep_writes_deleted_or_edited_configs_of_jobs_again(
     configs.
     """
     folder = tmp_path / "sweep"
-    jobs = start(folder, "optim.lr=1e-3,1e-4", "sweep.repeats=2")
+    sizes: list[int | None] = []
+
+    def check(config: Config) -> None:
+        sizes.append(config.data.limit_train)
+
+    words = ("optim.lr=1e-3,1e-4", "data.limit_train=64,128", "sweep.repeats=2")
+    jobs = start(folder, *words, check=check)
+    assert sizes == [64, 128]
     for job in jobs.jobs:
         if job.folder not in ("1_block_0", "1_block_1"):
             job.status = "done"

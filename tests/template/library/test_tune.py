@@ -136,34 +136,18 @@ def test_sweep_tune_is_refused_together_with_seeds_concurrent_jobs_a_search_or_s
 
 
 @pytest.mark.slow(seconds=1)
-def test_speed_tuning_tries_each_setting_once_and_skips_thread_counts_above_the_cores(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hardware, "cores", lambda: 2)
-    tried = ["train.precision=bf16"] * 2 + [
-        "train.precision=fp32",
-        "parallel.threads_per_device=4",
-        "data.workers=0",
-    ]
-    assert tune(f"sweep.tune={tried}", "sweep.dry_run=true", "data.workers=1") == 0
-    output = capsys.readouterr().out
-    assert output.count("train.precision=bf16") == 1 and output.count("data.workers=0") == 1
-    assert "fp32" not in output and "threads_per_device" not in output
-    # Each of the 3 configurations has the 5 repeats of experiment=tune.
-    assert "15 runs" in output
-
-
-@pytest.mark.slow(seconds=1)
-def test_sweep_over_settings_for_speed_repeats_the_current_settings_and_each_entry(
+def test_speed_tuning_repeats_each_new_setting_but_no_thread_count_above_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SweepRunner, "run", lambda self: 0)
-    tried = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    new = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
+    tried = [*new, new[0], "train.precision=fp32", "parallel.threads_per_device=4"]
     folder = tmp_path / "sweep"
     assert tune(f"sweep.tune={tried}", "sweep.repeats=2", f"hydra.sweep.dir={folder}") == 0
     jobs = read_jobs(folder).jobs
     assert sorted((job.name, job.block) for job in jobs) == sorted(
         (name, block)
-        for name in ("current settings", *(text.replace(" ", ",") for text in tried))
+        for name in ("current settings", *(text.replace(" ", ",") for text in new))
         for block in range(2)
     )

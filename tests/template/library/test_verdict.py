@@ -10,10 +10,8 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,17 +136,14 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
 
 
-def test_verdict_is_better_when_the_new_code_has_a_lower_loss() -> None:
-    base = [record_of(BASE, i, 0.5 + 0.01 * i, metric="val/loss") for i in range(5)]
-    head = [record_of(HEAD, i, 0.4 + 0.011 * i, metric="val/loss") for i in range(5)]
-    assert verdict_on(base + head).word == BETTER
-    assert verdict_on([*map(_swap, head), *map(_swap, base)]).word == WORSE
-
-
-def _swap(run: RunRecord) -> RunRecord:
-    other = BASE if run.config[CODE] == HEAD else HEAD
-    value = run.result["val.loss"]
-    return record_of(other, run.block, value, metric="val/loss")
+@pytest.mark.parametrize(("lower", "word"), [(HEAD, BETTER), (BASE, WORSE)])
+def test_verdict_is_better_when_the_new_code_has_a_lower_loss(lower: str, word: str) -> None:
+    runs = []
+    for block in range(5):
+        for code in (BASE, HEAD):
+            loss = 0.4 + 0.011 * block if code == lower else 0.5 + 0.01 * block
+            runs.append(record_of(code, block, loss, metric="val/loss"))
+    assert verdict_on(runs).word == word
 
 
 def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_have_shown() -> (
@@ -323,7 +318,7 @@ def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_mac
 # Program of a train.py that writes the files of a run without training. The file settings.json of
 # the version determines the contents.
 TRAIN = """
-import json, os, subprocess, sys, time
+import json, os, subprocess, sys
 from pathlib import Path
 import library
 
@@ -347,7 +342,6 @@ if "stop" in settings:
     sys.exit(2)
 seed = int(given.get("seed", 0))
 git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True)
-time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 metric = settings.get("metric", "val/acc").partition("/")[2]
 config = {"seed": seed, "checkpoint": {"metric": "val/acc"}, "sweep": {"repeats": 4}}
 (folder / "config.yaml").write_text(json.dumps(config))
@@ -411,20 +405,12 @@ def facts(folder: Path, code: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize(
-    ("accuracy", "code", "word"),
-    [
-        (0.6, 4, WORSE),
-        pytest.param(0.8, 0, BETTER, marks=pytest.mark.nightly),
-        pytest.param(0.7, 3, NO_DIFFERENCE, marks=pytest.mark.nightly),
-    ],
-)
 def test_verdict_script_compares_the_working_tree_with_the_base_commit(
-    repository: Path, capsys: pytest.CaptureFixture[str], accuracy: float, code: int, word: str
+    repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_settings(repository, accuracy=accuracy)
-    exit_code, values = run(capsys)
-    assert (exit_code, values["verdict"], values["exit_code"]) == (code, word, code)
+    write_settings(repository, accuracy=0.6)
+    code, values = run(capsys)
+    assert (code, values["verdict"], values["exit_code"]) == (4, WORSE, 4)
     assert values["head"] == "working tree"
     assert values["base"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
     page = json.loads((Path(values["sweep"]) / "report.json").read_text())
@@ -433,11 +419,22 @@ def test_verdict_script_compares_the_working_tree_with_the_base_commit(
 
 
 @pytest.mark.slow(seconds=3)
-def test_verdict_runs_both_versions_in_each_repeat_with_equal_seeds(
-    repository: Path, capsys: pytest.CaptureFixture[str]
+def test_verdict_runs_each_version_with_its_own_library_and_with_the_seeds_of_the_other(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, values = run(capsys, "seed=7", "sweep.repeats=6")
-    jobs = read_jobs(Path(values["sweep"])).jobs
+    # Each version composes the metric that a verdict compares by default.
+    write_settings(repository, composed="auto")
+    git(repository, "commit", "-qam", "Second")
+    (repository / "library.py").write_text('NAME = "second"\n')
+    # Change the time of a file. A plain git status would then rewrite the index of the repository.
+    os.utime(repository / "train.py", (1, 1))
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    before = bytes_of(repository)
+    code, values = run(capsys, "seed=7", "sweep.repeats=6")
+    assert (code, bytes_of(repository)) == (3, before)
+    folder = Path(values["sweep"])
+    jobs = read_jobs(folder).jobs
     assert [job.block for job in jobs] == [block for block in range(6) for _ in range(2)]
     assert {(job.overrides[0], job.seed) for job in jobs} == {
         (f"{CODE}={code}", 7 + block) for code in (BASE, HEAD) for block in range(6)
@@ -446,21 +443,10 @@ def test_verdict_runs_both_versions_in_each_repeat_with_equal_seeds(
     # has the same order in all repeats.
     orders = [tuple(job.overrides[0] for job in jobs[i : i + 2]) for i in range(0, 12, 2)]
     assert all(len(set(order)) == 2 for order in orders)
-    assert all(f"seed={job.seed}" in str(facts(Path(values["sweep"]), BASE)) for job in jobs)
-
-
-@pytest.mark.slow(seconds=2)
-def test_each_version_in_a_verdict_runs_its_own_train_py_and_library(
-    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (repository / "library.py").write_text('NAME = "second"\n')
-    monkeypatch.setenv("PYTHONPATH", str(repository))
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    _, values = run(capsys)
-    folder = Path(values["sweep"])
-    for code, name in ((BASE, "first"), (HEAD, "second")):
-        recorded = facts(folder, code)
-        assert len(recorded) == 4
+    for version, name in ((BASE, "first"), (HEAD, "second")):
+        recorded = facts(folder, version)
+        assert len(recorded) == 6
+        assert all(f"seed={job.seed}" in str(recorded) for job in jobs)
         assert {fact["library"] for fact in recorded} == {name}
         # The runs must start in the working tree, so that relative paths of data are valid in both
         # versions.
@@ -470,21 +456,8 @@ def test_each_version_in_a_verdict_runs_its_own_train_py_and_library(
         assert all(fact["commit"] != 0 for fact in recorded)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow(seconds=2)
-def test_verdict_ignores_the_working_tree_when_head_is_a_commit(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, accuracy=0.8)
-    git(repository, "commit", "-qam", "Second")
-    write_settings(repository, accuracy=0.1)
-    code, values = run(capsys, "base=main~1", "head=main")
-    assert (code, values["verdict"]) == (0, BETTER)
-    assert values["head"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
-
-
-@pytest.mark.slow(seconds=2)
-def test_code_copies_of_a_verdict_contain_no_ignored_and_no_large_files(
+def test_verdict_copies_no_ignored_and_no_large_files_and_notes_other_requirements(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (repository / "gone.py").write_text("")
@@ -494,31 +467,25 @@ def test_code_copies_of_a_verdict_contain_no_ignored_and_no_large_files(
     git(repository, "commit", "-qm", "Second")
     (repository / "gone.py").unlink()
     (repository / "new.py").write_text("1\n")
+    (repository / "requirements.txt").write_text("torch\n")
     (repository / "ignored.txt").write_text("1\n")
     (repository / "conf/local/default.yaml").write_text("seed: 1\n")
     (repository / "link").symlink_to("/nowhere")
     monkeypatch.setattr(versions, "LARGEST", 1999 + len(TRAIN))
     (repository / "large.bin").write_bytes(b"0" * (2000 + len(TRAIN)))
-    _, values = run(capsys)
+    _, values = run(capsys, "sweep.repeats=2")
     copies = Path(values["sweep"]) / "code"
     assert (copies / "base/gone.py").exists() and not (copies / "head/gone.py").exists()
     assert (copies / "head/new.py").exists() and not (copies / "base/new.py").exists()
     assert (copies / "head/link").is_symlink()
     assert (copies / "base/large.bin").exists() and not (copies / "head/large.bin").exists()
     assert not (copies / "base/huge.bin").exists() and not (copies / "head/huge.bin").exists()
-    assert any("huge.bin, large.bin" in note for note in values["notes"])
+    for words in ("huge.bin, large.bin", "requirements.txt"):
+        assert any(words in note for note in values["notes"])
     for name in (BASE, HEAD):
         assert (copies / name / "conf/local/default.yaml").read_text() == "seed: 1\n"
         assert not (copies / name / "ignored.txt").exists()
         assert not (copies / name / ".git").exists()
-
-
-@pytest.mark.slow(seconds=2)
-def test_verdict_has_a_note_when_requirements_txt_has_changed(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (repository / "requirements.txt").write_text("torch\n")
-    assert any("requirements.txt" in note for note in run(capsys)[1]["notes"])
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -532,28 +499,19 @@ def bytes_of(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow(seconds=2)
-def test_verdict_changes_neither_the_working_tree_nor_the_git_repository(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, accuracy=0.8)
-    # Change the time of a file. A plain git status would then rewrite the index of the repository.
-    os.utime(repository / "library.py", (1, 1))
-    before = bytes_of(repository)
-    run(capsys)
-    assert bytes_of(repository) == before
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=7)
-def test_verdicts_are_numbered_separately_for_each_base_commit(
+def test_verdicts_are_numbered_for_each_base_and_ignore_the_working_tree_when_head_is_a_commit(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = [run(capsys, "sweep.repeats=2", f"seed={seed}")[1]["number"] for seed in (1, 2)]
     write_settings(repository, accuracy=0.8)
     git(repository, "commit", "-qam", "Second")
     _, other = run(capsys, "sweep.repeats=2")
-    _, third = run(capsys, "sweep.repeats=2", "base=main~1")
+    write_settings(repository, accuracy=0.1)
+    code, third = run(capsys, "base=main~1", "head=main")
+    assert (code, third["verdict"]) == (0, BETTER)
+    assert third["head"] == f"main ({git(repository, 'rev-parse', 'HEAD')[:10]})"
     assert [*numbers, other["number"], third["number"]] == [1, 2, 1, 3]
     assert (third["level"], third["false_in_100"]) == (LEVEL, 6)
     ledger = json.loads((repository / "outputs/verdicts.json").read_text())
@@ -562,15 +520,6 @@ def test_verdicts_are_numbered_separately_for_each_base_commit(
 
 def pairs_of(folder: str | Path) -> int:
     return len(read_jobs(Path(folder)).jobs) // 2
-
-
-@pytest.mark.slow(seconds=2)
-def test_verdict_compares_the_headline_metric_of_the_task_by_default(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, composed="auto")
-    git(repository, "commit", "-qam", "Second")
-    assert run(capsys, "sweep.repeats=2")[0] == 3
 
 
 @pytest.mark.slow(seconds=4)
@@ -635,7 +584,7 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     git(repository, "commit", "-qm", "Metrics")
     # A changed comment and a new function do not change the code of the metric.
     (repository / name).write_text(f"# A comment.\n{source}\n\ndef other() -> None: ...\n")
-    assert run(capsys)[0] == 3
+    assert run(capsys, "sweep.repeats=2")[0] == 3
     (repository / name).write_text(source.replace("counts.diag()", "counts.diag().square()"))
     assert run(capsys)[0] == 2
 
@@ -661,100 +610,43 @@ def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_jo
     assert "head: train.py: data.root=x: no such folder" in values["sentence"]
 
 
-@pytest.mark.slow(seconds=5)
-@pytest.mark.parametrize(("pairs", "is_in_a_pair"), [(FIRST, False), (FIRST + 1, True)])
+@pytest.mark.slow(seconds=8)
 def test_verdict_ends_alike_after_a_kill_between_two_pairs_or_in_a_pair(
-    repository: Path, capsys: pytest.CaptureFixture[str], pairs: int, is_in_a_pair: bool
+    repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The difference alternates between 3 points and 1 point, so that 4 pairs do not decide.
     write_settings(repository, accuracy=0.71, swing=0.02)
     code, whole = run(capsys, "sweep.repeats=auto")
     folder = Path(whole["sweep"])
-    jobs = read_jobs(folder)
-    order = [job.name for job in jobs.jobs]
+    order = [job.name for job in read_jobs(folder).jobs]
     # The verdict stops by itself when it can decide, before the 12 pairs of its limit.
     assert (code, whole["verdict"]) == (0, BETTER) and FIRST + 1 < len(order) // 2 < 12
-    # Write what a killed verdict leaves: its jobs so far, in a pair with one that was running.
-    for job in jobs.jobs[2 * pairs :]:
-        shutil.rmtree(folder / job.folder)
-    jobs.jobs, jobs.status = jobs.jobs[: 2 * pairs + 2 * is_in_a_pair], "running"
-    for job in jobs.jobs[2 * pairs :]:
-        job.reset()
-    if is_in_a_pair:
-        jobs.jobs[-2].status = "running"
-        (folder / jobs.jobs[-2].folder).mkdir()
-    jobs.write()
-    assert run(capsys, f"sweep.resume={folder}") == (code, whole)
-    assert [job.name for job in read_jobs(folder).jobs] == order
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from timm_parallel.lab.verdict import versions
-from scripts.verdict import main
-versions.root = lambda: Path(sys.argv[1])
-main(["base=main", "sweep.repeats=auto"])
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=4)
-def test_killed_verdict_continues_without_running_finished_jobs_again(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, accuracy=0.8)
-    before = bytes_of(repository)
-    environment = {**os.environ, "JOB_STAYS": "0.7", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", KILLED, str(repository)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while len(finished(repository)) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    done = finished(repository)
-    [folder] = repository.glob("outputs/sweeps/*/*")
-    assert 2 <= len(done) < 8
-    # Change the working tree after the kill. The resumed verdict must use the copies of the code
-    # instead.
+    # A resumed verdict uses its copies of the code, not the working tree.
     write_settings(repository, accuracy=0.1)
-    code, values = run(capsys, f"sweep.resume={folder}")
-    assert (code, values["number"]) == (0, 1)
-    assert len(finished(repository)) == 8
-    # A job that ran again would have changed the times of these files.
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    write_settings(repository, accuracy=0.8)
-    assert bytes_of(repository) == before
-
-
-def finished(repository: Path) -> dict[Path, int]:
-    """Return a dictionary from the path of each result.json to its modification time in
-    nanoseconds.
-    """
-    paths = repository.glob("outputs/sweeps/*/*/*/result.json")
-    return {path: path.stat().st_mtime_ns for path in paths}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=3)
-def test_train_py_with_sweep_resume_continues_a_verdict(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, accuracy=0.8)
-    _, values = run(capsys)
-    folder = Path(values["sweep"])
-    [first, *_] = sorted(folder.glob("*_head_block_*"))
-    shutil.rmtree(first)
-    assert multirun(parse_command_line(["-m", f"sweep.resume={folder}"])) == 0
-    assert (first / "result.json").is_file()
+    for pairs, is_in_a_pair in ((FIRST + 1, True), (FIRST, False)):
+        jobs = read_jobs(folder)
+        # Write what a killed verdict leaves: its jobs so far, in a pair with one that was running.
+        for job in jobs.jobs[2 * pairs :]:
+            shutil.rmtree(folder / job.folder)
+        jobs.jobs, jobs.status = jobs.jobs[: 2 * pairs + 2 * is_in_a_pair], "running"
+        for job in jobs.jobs[2 * pairs :]:
+            job.reset()
+        if is_in_a_pair:
+            jobs.jobs[-2].status = "running"
+            (folder / jobs.jobs[-2].folder).mkdir()
+        jobs.write()
+        finished = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
+        assert run(capsys, f"sweep.resume={folder}") == (code, whole)
+        assert [job.name for job in read_jobs(folder).jobs] == order
+        # A job that ran again would have changed the time of its file.
+        assert {path: path.stat().st_mtime_ns for path in finished} == finished
 
 
 @pytest.mark.slow(seconds=3)
-def test_resumed_verdict_continues_an_unfinished_run_from_its_checkpoint(
+def test_train_py_with_sweep_resume_continues_a_verdict_and_the_checkpoint_of_its_last_run(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, values = run(capsys)
+    _, values = run(capsys, "sweep.repeats=2")
     folder = Path(values["sweep"])
     jobs = read_jobs(folder)
     stopped = folder / jobs.jobs[-1].folder
@@ -763,7 +655,7 @@ def test_resumed_verdict_continues_an_unfinished_run_from_its_checkpoint(
     (stopped / "result.json").unlink()
     (stopped / "checkpoints").mkdir()
     (stopped / "checkpoints/last.pt").write_bytes(b"")
-    assert run(capsys, f"sweep.resume={folder}")[0] == 3
+    assert multirun(parse_command_line(["-m", f"sweep.resume={folder}"])) == 3
     facts = json.loads(json.loads((stopped / "result.json").read_text())["tags"][0])
     assert facts["words"] == [f"resume='{stopped.resolve()}'"]
 
