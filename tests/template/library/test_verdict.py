@@ -10,8 +10,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -318,7 +320,7 @@ def test_verdict_finds_a_speed_difference_that_all_seeds_show_on_a_disturbed_mac
 # Program of a train.py that writes the files of a run without training. The file settings.json of
 # the version determines the contents.
 TRAIN = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from pathlib import Path
 import library
 
@@ -342,6 +344,7 @@ if "stop" in settings:
     sys.exit(2)
 seed = int(given.get("seed", 0))
 git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True)
+time.sleep(float(os.environ.get("JOB_STAYS", "0")))
 metric = settings.get("metric", "val/acc").partition("/")[2]
 config = {"seed": seed, "checkpoint": {"metric": "val/acc"}, "sweep": {"repeats": 4}}
 (folder / "config.yaml").write_text(json.dumps(config))
@@ -640,6 +643,40 @@ def test_verdict_ends_alike_after_a_kill_between_two_pairs_or_in_a_pair(
         assert [job.name for job in read_jobs(folder).jobs] == order
         # A job that ran again would have changed the time of its file.
         assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+# Files that the jobs of a verdict write, and a program that starts a verdict.
+RESULTS = "outputs/sweeps/*/*/*/result.json"
+KILLED = """
+import sys
+from pathlib import Path
+from timm_parallel.lab.verdict import versions
+from scripts.verdict import main
+versions.root = lambda: Path(sys.argv[1])
+main(["base=main", "sweep.repeats=auto"])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=4)
+def test_killed_process_of_a_verdict_leaves_what_a_resume_continues(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_settings(repository, accuracy=0.8)
+    environment = {**os.environ, "JOB_STAYS": "0.7", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, str(repository)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(list(repository.glob(RESULTS))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in repository.glob(RESULTS)}
+    assert 2 <= len(done) < 8
+    [folder] = repository.glob("outputs/sweeps/*/*")
+    assert run(capsys, f"sweep.resume={folder}")[0] == 0
+    assert len(list(repository.glob(RESULTS))) == 8
+    assert {path: path.stat().st_mtime_ns for path in done} == done
 
 
 @pytest.mark.slow(seconds=3)
