@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
@@ -83,34 +82,53 @@ def pytest_collection_finish() -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a parameter set of a test as nightly if the marker `sample` leaves it out. `sample(n)`
-    keeps every n-th parameter set in the ordinary test run. Mark a seventh of the nightly tests as
-    `today`, so that a week of daily CI runs covers all of them.
+    keeps every n-th parameter set in the ordinary test run.
     """
     sample = item.get_closest_marker("sample")
     if sample is not None and isinstance(item, pytest.Function):
         row = max(item.callspec.indices.values())
         if row % sample.args[0]:
             item.add_marker(pytest.mark.nightly)
-    if item.get_closest_marker("nightly") is not None:
-        # Keep parameter sets with the same first value together, because they share a training. All
-        # sets of a function together would make one day far longer than the others.
-        shared = item.nodeid.partition("-")[0]
-        if zlib.crc32(shared.encode()) % DAYS == int(os.environ["TESTS_OF_DAY"]) % DAYS:
-            item.add_marker(pytest.mark.today)
 
 
-# Run this hook last, so that it sorts only the tests that the option -m has selected.
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort tests so that files with slow tests run first. Otherwise one worker could start a slow
-    file when all other workers have finished.
+# Run around all other hooks of this name: before the option -m selects tests, and after it.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the nightly tests of today. Sort the selected tests so that files with slow tests run
+    first. Otherwise one worker could start a slow file when all other workers have finished.
     """
+    _mark_today([item for item in items if item.get_closest_marker("nightly")])
+    yield
     seconds: dict[Path, float] = defaultdict(float)
     for item in items:
-        slow = item.get_closest_marker("slow")
-        quick = 2 if item.get_closest_marker("processes") else 0.2
-        seconds[item.path] += slow.kwargs.get("seconds", 7) if slow else quick
+        seconds[item.path] += _seconds(item)
     items.sort(key=lambda item: -seconds[item.path])
+
+
+def _mark_today(nightly: list[pytest.Item]) -> None:
+    """Divide the nightly tests among DAYS days that take about equally long, and mark those of
+    today, so that a week of daily CI runs covers all of them.
+    """
+    # Keep parameter sets with the same first value together, because they share a training.
+    shared: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in nightly:
+        shared[item.nodeid.partition("-")[0]].append(item)
+    days = [0.0] * DAYS
+    by_length = sorted((-sum(map(_seconds, group)), name) for name, group in shared.items())
+    for seconds, name in by_length:
+        day = days.index(min(days))
+        days[day] -= seconds
+        if day == int(os.environ["TESTS_OF_DAY"]) % DAYS:
+            for item in shared[name]:
+                item.add_marker(pytest.mark.today)
+
+
+def _seconds(item: pytest.Item) -> float:
+    """Return about how long a test takes, according to its markers."""
+    slow = item.get_closest_marker("slow")
+    if slow is None:
+        return 2 if item.get_closest_marker("processes") else 0.2
+    return float(slow.kwargs.get("seconds", 7))
 
 
 @pytest.fixture(scope="session")
