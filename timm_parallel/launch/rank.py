@@ -28,6 +28,7 @@ from timm_parallel.faults.failure import (
 )
 from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
+from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
@@ -88,7 +89,10 @@ def run_rank(
     for number in heeded_signals():
         signal.signal(number, stop_handler)
     try:
-        with Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats:
+        with (
+            RunFolder(folder) as place,
+            Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats,
+        ):
             # Exit after a signal if no code handles the signal yet, because there is nothing to
             # save before training. Also exit if another rank has left, because no rank can save
             # without the others.
@@ -110,7 +114,9 @@ def run_rank(
                 if store is not None:
                     publish_failure(store, record)
                 report_failure(record)
-                write_failure(folder, record)
+                # Another run may have a folder of this name by now.
+                if not place.is_gone():
+                    write_failure(folder, record)
                 if record["is_echo"] and ranks.nodes > 1:
                     heartbeats.wait_for_cause()
                 return int(record["exit_code"])

@@ -147,6 +147,16 @@ def test_report_gives_no_verdict_when_most_runs_were_disturbed_by_other_programs
     assert html.index(flags[0]) < html.index("<h2>")
 
 
+def test_report_table_shows_the_memory_of_at_most_8_devices(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "sweep")
+    sweep.add("ddp", 8)
+    sweep.add("ddp", 16)
+    rows = read(sweep.write())[2]["table"]
+    memory = [row["peak memory, GiB, by device"] for row in rows]
+    assert [cell.count("4.00") for cell in memory] == [8, 8]
+    assert [cell.endswith("… (16)") for cell in memory] == [False, True]
+
+
 def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
     tmp_path: Path,
 ) -> None:
@@ -160,9 +170,9 @@ def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to
     html, _, plain = read(sweep.write())
     assert plain["lead"]["point"] == "ddp × 4"
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 5
-    assert "Kept: run 16 (ddp × 2): the second half ran 20 % slower." in html
-    assert "Kept: run 17 (ddp × 2): 980 images/s, an outlier." in html
-    assert "Kept: run 19 (ddp × 2): 2 other jobs ran at the same time; 400 images/s" in html
+    assert "run 16 (ddp × 2): the second half ran 20 % slower." in html
+    assert "run 17 (ddp × 2): 980 images/s, an outlier." in html
+    assert "run 19 (ddp × 2): 2 other jobs ran at the same time; 400 images/s" in html
     assert "6, 2 flagged" in html
 
 
@@ -286,7 +296,7 @@ def test_report_names_the_first_disturbance_when_20_runs_had_different_disturban
     html, _, plain = read(sweep.write())
     reason = findings(plain["lead"])["disturbed"]["reason"]
     assert reason == "other programs kept 0 processors busy"
-    assert html.count("Kept: run") == 12 and "Kept: 8 more" in html
+    assert html.count("kept: run") == 12 and "kept: 8 more" in html
 
 
 def test_report_excludes_dp_on_cpu_from_speed_comparisons(tmp_path: Path) -> None:

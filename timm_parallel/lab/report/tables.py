@@ -39,8 +39,9 @@ from timm_parallel.lab.report.sentences import (
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
-# Largest number of links to the runs of a configuration, and of named outliers of a group.
-MOST_LINKS, MOST_NAMED = 12, 12
+# Largest number of links to the runs of a configuration, of named outliers of a group, and of
+# devices whose memory is shown.
+MOST_LINKS, MOST_NAMED, MOST_DEVICES = 12, 12, 8
 # A run is named as an outlier if its speed is below this share of its configuration's median.
 OUTLIER = 0.75
 # Largest number of jobs in the table of unfinished jobs. The file report.csv has all.
@@ -325,7 +326,7 @@ def _notes(group: Group) -> list[str]:
     ]
     return [
         *map(sentence, [*notes, *odd[:MOST_NAMED]]),
-        *_rest(len(odd) - MOST_NAMED, "Kept: {} more such runs, in report.csv."),
+        *_rest(len(odd) - MOST_NAMED, "Doubtful, but kept: {} more runs, in report.csv."),
     ]
 
 
@@ -360,4 +361,5 @@ def _peaks(point: Configuration, factor: float) -> str:
     if peaks and any(run.shared_memory for run in point.runs):
         devices = point.first.devices
         return f"{peaks[0]} shared by {devices}" if devices > 1 else peaks[0]
-    return ", ".join(peaks) or DASH
+    rest = [f"… ({len(peaks)})"] if len(peaks) > MOST_DEVICES else []
+    return ", ".join(peaks[:MOST_DEVICES] + rest) or DASH

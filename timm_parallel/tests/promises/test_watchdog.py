@@ -413,6 +413,25 @@ def steps_counted_in_own_loop(ranks: Ranks, store: Any, folder: Path) -> int:
     return liveness.steps_done
 
 
+def fail_in_replaced_folder(ranks: Ranks, store: Any, folder: Path) -> int:
+    """Run a training loop that fails after another run has taken the name of its folder."""
+    from timm_parallel.launch.rank import run_rank
+
+    def loop(*given: object) -> None:
+        folder.rename(folder.with_name("moved"))
+        (folder / "logs").mkdir(parents=True)
+        raise ValueError("no data")
+
+    (folder / "logs").mkdir(parents=True)
+    return run_rank(loop, resolved(), folder, Ranks(), None)
+
+
+@pytest.mark.processes
+def test_failed_rank_writes_nothing_into_the_folder_of_another_run(tmp_path: Path) -> None:
+    assert in_ranks(fail_in_replaced_folder, 1, tmp_path / "run") == [1]
+    assert list((tmp_path / "run/logs").iterdir()) == []
+
+
 @pytest.mark.processes
 def test_optimizer_steps_of_any_training_loop_count_as_progress(tmp_path: Path) -> None:
     assert in_ranks(steps_counted_in_own_loop, 1, tmp_path) == [3]
