@@ -12,7 +12,7 @@ from timm_parallel.data.decode import decoder_of
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
-from timm_parallel.measure.step_hooks import summary_lines
+from timm_parallel.measure.meter import summary_lines
 from timm_parallel.parallel.strategy import chunk_sizes, device_model
 from timm_parallel.record.result import Result
 from timm_parallel.state.parts import RunParts, count_parameters

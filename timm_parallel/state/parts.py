@@ -19,10 +19,10 @@ from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import EvalLoader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
+from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.measure.flops import count_flops
-from timm_parallel.measure.step_hooks import StepHooks, build_hooks
+from timm_parallel.measure.meter import StepHooks, build_hooks
 from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
 from timm_parallel.model.freeze import frozen_modules

@@ -21,7 +21,7 @@ from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.measure import telemetry
-from timm_parallel.measure.step_hooks import StepHooks, summary_lines
+from timm_parallel.measure.meter import StepHooks, summary_lines
 from timm_parallel.measure.telemetry import Energy
 from timm_parallel.parallel.distributed import Distributed, TimedDistributedDataParallel
 from timm_parallel.parallel.networks import Networks, PhaseStep

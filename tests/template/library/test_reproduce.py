@@ -20,7 +20,7 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.lab import reproduce
 from timm_parallel.lab.code_copy import apply_diff, copy_commit
-from timm_parallel.record.code_diff import CODE_DIFF
+from timm_parallel.record.environment import CODE_DIFF
 
 # The recorded run has 15 steps and logs a loss every 3 steps. The tests reproduce only the first 9
 # steps.

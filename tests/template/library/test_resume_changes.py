@@ -35,8 +35,7 @@ from timm_parallel.runtime.run import Run
 from timm_parallel.state import checkpoint
 from timm_parallel.state.parts import RunParts
 from timm_parallel.state.progress import Progress
-from timm_parallel.state.restoring import restore_optimizer
-from timm_parallel.state.saving import checkpoint_of, optimizer_state
+from timm_parallel.state.restoring import checkpoint_of, optimizer_state, restore_optimizer
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 

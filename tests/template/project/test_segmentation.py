@@ -36,7 +36,7 @@ from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.decode import decode
 from timm_parallel.data.loader import EvalLoader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
