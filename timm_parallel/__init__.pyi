@@ -45,7 +45,7 @@ from timm_parallel.data.loader import EvalLoader as EvalLoader
 from timm_parallel.data.on_device import DevicePrefetcher as DevicePrefetcher
 from timm_parallel.data.on_device import Erasing as Erasing
 from timm_parallel.data.on_device import Mixing as Mixing
-from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
+from timm_parallel.run.replica_checks import check_same_data as check_same_data
 from timm_parallel.patches import posterize_to_black as posterize_to_black
 
 # Models
@@ -68,20 +68,20 @@ from timm_parallel.parallel.strategy import build_strategy as build_strategy
 from timm_parallel.machine.ranks import Ranks as Ranks
 
 # A run
-from timm_parallel.runtime.run import Run as Run
-from timm_parallel.runtime.run import Training as Training
-from timm_parallel.runtime.step import Step as Step
-from timm_parallel.state.parts import RunParts as RunParts
-from timm_parallel.state.parts import Learning as Learning
-from timm_parallel.state.parts import build_networks as build_networks
-from timm_parallel.state.parts import build_state as build_state
-from timm_parallel.state.parts import evaluation_networks as evaluation_networks
+from timm_parallel.run.run import Run as Run
+from timm_parallel.run.run import Training as Training
+from timm_parallel.run.step import Step as Step
+from timm_parallel.run.parts import RunParts as RunParts
+from timm_parallel.run.parts import Learning as Learning
+from timm_parallel.run.parts import build_networks as build_networks
+from timm_parallel.run.parts import build_state as build_state
+from timm_parallel.run.parts import evaluation_networks as evaluation_networks
 from timm_parallel.task import Evaluation as Evaluation
-from timm_parallel.runtime.evaluation import evaluate as evaluate
-from timm_parallel.runtime.run_result import SavedRun as SavedRun
+from timm_parallel.run.evaluation import evaluate as evaluate
+from timm_parallel.run.run_result import SavedRun as SavedRun
 from timm_parallel.trackers.tracker import Tracker as Tracker
 from timm_parallel.record.confusion import draw_confusion as draw_confusion
-from timm_parallel.runtime.evaluation import write_predictions as write_predictions
+from timm_parallel.run.evaluation import write_predictions as write_predictions
 
 # Errors, names and scripts
 from timm_parallel.errors import RefusedError as RefusedError

@@ -31,10 +31,10 @@ from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy, build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.run import Run
-from timm_parallel.runtime.step import MetricWindow, Step
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run.evaluation import Evaluation, evaluate
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.run import Run
+from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm

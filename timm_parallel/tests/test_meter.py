@@ -12,9 +12,9 @@ import pytest
 
 from timm_parallel.machine import process
 from timm_parallel.machine.process import StartClock, describe_start
-from timm_parallel.measure import meter as module
-from timm_parallel.measure import telemetry
-from timm_parallel.measure.meter import Meter
+from timm_parallel.run import meter as module
+from timm_parallel.run import telemetry
+from timm_parallel.run.meter import Meter
 
 
 class Time:

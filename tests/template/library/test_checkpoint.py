@@ -24,9 +24,9 @@ from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
-from timm_parallel.state import checkpoint, restoring
-from timm_parallel.state.parts import RunParts
-from timm_parallel.state.progress import Progress
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.progress import Progress
 
 Contents = dict[str, Any]
 

@@ -35,7 +35,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.evaluation import Evaluation, evaluate, write_predictions
+from timm_parallel.run.evaluation import Evaluation, evaluate, write_predictions
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

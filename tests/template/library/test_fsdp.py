@@ -26,9 +26,9 @@ from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.fully_sharded import LockstepNetworks, blocks_of, vector_layers
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.state import checkpoint, restoring
-from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.evaluation import evaluate
+from timm_parallel.run.parts import RunParts, evaluation_networks
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
@@ -340,7 +340,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
 
 
 def _evaluated_without_count(ranks: Any, store: Any) -> list[list[float | None] | None]:
-    from timm_parallel.runtime import evaluation
+    from timm_parallel.run import evaluation
 
     # Replace the check of the number of samples. This test gives the ranks other samples than the
     # sampler would, and the check would fail.

@@ -43,8 +43,8 @@ from timm_parallel.machine.ranks import (
 )
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.run import Training
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
+from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Running, Train
 from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks

@@ -112,7 +112,7 @@ def test_reproduction_names_what_has_changed_since_the_run(
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
         copied_code(repository, commit, folder)
-        step = folder / "timm_parallel/runtime/step.py"
+        step = folder / "timm_parallel/run/step.py"
         edit(step, "{name: loss.detach()", "{name: 2 * loss.detach()")
 
     monkeypatch.setattr(reproduce, "copy_commit", changed_code)
@@ -125,7 +125,7 @@ def test_reproduction_names_what_has_changed_since_the_run(
     first = found["first_difference"]
     assert (first["metric"], first["step"]) == ("train/loss", 3)
     assert first["now"] == pytest.approx(2 * first["was"], rel=1e-5)
-    code = "code of timm_parallel/runtime/step.py"
+    code = "code of timm_parallel/run/step.py"
     assert found["differences"].keys() == {"threads_per_device", code}
     assert found["differences"]["threads_per_device"] == [1, 2]
     assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"

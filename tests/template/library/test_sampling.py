@@ -27,7 +27,7 @@ from timm_parallel.data.on_device import DevicePrefetcher, Erasing
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime.replica_checks import check_same_data
+from timm_parallel.run.replica_checks import check_same_data
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

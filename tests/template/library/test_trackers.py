@@ -31,7 +31,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion
-from timm_parallel.runtime.run import Training
+from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers

@@ -30,9 +30,9 @@ from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.step import MetricWindow, Step
-from timm_parallel.state import checkpoint, restoring
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.step import MetricWindow, Step
 
 # Total number of steps in two epochs.
 STEPS = 8

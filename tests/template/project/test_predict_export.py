@@ -30,7 +30,7 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.runtime.run_result import SavedRun
+from timm_parallel.run.run_result import SavedRun
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.ranks import in_ranks

@@ -42,7 +42,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.run.evaluation import evaluate
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

@@ -30,7 +30,7 @@ from timm_parallel.data.timm_datasets import TimmImages
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse

@@ -25,13 +25,13 @@ from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.record.recorder import SHOWN, Console, Numbers, Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
-from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
-from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.runtime.run_result import describe_segments, make_result, new_segment
-from timm_parallel.runtime.step import MetricWindow, Step
-from timm_parallel.state import checkpoint, restoring
-from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.banner import describe_wait, show_banner, show_end
+from timm_parallel.run.evaluation import Evaluation, SplitEvaluation, evaluate
+from timm_parallel.run.parts import RunParts, evaluation_networks
+from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
+from timm_parallel.run.run_result import describe_segments, make_result, new_segment
+from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 
 log = logging.getLogger(__name__)

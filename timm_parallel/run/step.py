@@ -19,8 +19,8 @@ from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.state.parts import Phase, RunParts, require_gradients
-from timm_parallel.state.progress import Progress
+from timm_parallel.run.parts import Phase, RunParts, require_gradients
+from timm_parallel.run.progress import Progress
 from timm_parallel.task import Task
 
 # Name of the loss, and start of the names of the losses of several phases.

@@ -27,14 +27,14 @@ from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.parallel.strategy import HasParameters, Strategy
-from timm_parallel.state.parts import (
+from timm_parallel.run.parts import (
     RunParts,
     TrainState,
     data_of_a_step,
     parameter_names,
     plain_config,
 )
-from timm_parallel.state.progress import Progress
+from timm_parallel.run.progress import Progress
 
 
 def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, Any]:

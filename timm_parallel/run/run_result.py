@@ -22,15 +22,15 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.process import start_clock, started_at
 from timm_parallel.machine.ranks import host_name
 from timm_parallel.machine.text import change_text
-from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.record.environment import read_environment, run_seconds
 from timm_parallel.record.result import Result, read_metrics, read_result
-from timm_parallel.state.checkpoint import read_checkpoint
-from timm_parallel.state.parts import RunParts, count_parameters
-from timm_parallel.state.restoring import load_networks
+from timm_parallel.run.checkpoint import read_checkpoint
+from timm_parallel.run.meter import Meter
+from timm_parallel.run.parts import RunParts, count_parameters
+from timm_parallel.run.restoring import load_networks
 
 log = logging.getLogger(__name__)
 # Limits beyond which a speed measurement counts as disturbed. In this order: processors that other

@@ -23,8 +23,8 @@ from timm_parallel.faults.liveness import BACKWARD, EVALUATING, FORWARD, READING
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.process import describe_start
-from timm_parallel.measure.telemetry import Energy, Usage
 from timm_parallel.parallel.strategy import Communication, Strategy
+from timm_parallel.run.telemetry import Energy, Usage
 
 # The timed window starts after the warm-up of caches, allocators, compilers and DDP buckets. It
 # ends with the last step. Waiting for data and logging count, evaluation and saving do not. The
