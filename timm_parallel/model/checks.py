@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import yaml_text
+from timm_parallel.model.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.run.flops import without_storage
 
 if TYPE_CHECKING:
     from timm_parallel.batch import Batch

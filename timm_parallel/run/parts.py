@@ -22,10 +22,10 @@ from timm_parallel.keys import ResolvedConfig, leaves
 from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
+from timm_parallel.model.flops import count_flops
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
 from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
-from timm_parallel.run.flops import count_flops
 from timm_parallel.run.meter import StepHooks, build_hooks
 from timm_parallel.run.progress import Progress
 from timm_parallel.run.telemetry import Telemetry

@@ -16,8 +16,8 @@ from src.commands.plan import UNKNOWN, plan
 from tests.template.runs import TINY, parts_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
+from timm_parallel.model.flops import count_flops
 from timm_parallel.parallel.networks import Networks
-from timm_parallel.run.flops import count_flops
 
 LARGE = (
     *("model=resnet18", "model.name=vit_small_patch16_224", "data=folder", "data.image_size=224"),
