@@ -164,7 +164,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
     from timm_parallel.machine.files import claim_folder, lock_folder
     from timm_parallel.machine.imports import imports_without_gc
-    from timm_parallel.record.recorder import print_config
+    from timm_parallel.record.console import print_config
 
     remembered = remembered_folder(ranks)
     command = compose_run(arguments, remembered)

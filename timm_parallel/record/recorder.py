@@ -1,6 +1,4 @@
-"""Write the metrics of a run to metrics.jsonl, the trackers, the log and, in a terminal, a progress
-bar. Only rank 0 writes.
-"""
+"""Write the metrics of a run to metrics.jsonl, the trackers and the log. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -9,24 +7,19 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.tree import Tree
 from torch import Tensor
 
-from timm_parallel.config.compose import plain_config
-from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.machine.secrets import hide_in, mask
+from timm_parallel.keys import ResolvedConfig
+from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import MetricsLog, Result
 from timm_parallel.trackers.tracker import END_SECONDS, Channel
@@ -210,87 +203,3 @@ def finite_numbers(values: dict[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
-
-
-Item = TypeVar("Item")
-
-
-class Console:
-    """Progress bar of training steps on rank 0, shown only in a terminal.
-
-    It is a context manager, so that the bar also disappears after an error.
-    """
-
-    def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
-        rich = RichConsole()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        shown = enabled and rich.is_terminal
-        self._bar = Progress(*columns, console=rich, transient=True, disable=not shown)
-        self._task = self._bar.add_task(
-            "steps", total=total_steps, completed=first_step, numbers=""
-        )
-
-    def __enter__(self) -> Console:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def step(self, step: int, loss: float, images_per_sec: float | None) -> None:
-        speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
-        self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
-
-    def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield items and count them in a second progress bar, which replaces the bar of training
-        steps.
-
-        `what`: the label of this bar.
-        """
-        self._bar.update(self._task, visible=False)
-        task = self._bar.add_task(what, total=total, numbers="")
-        try:
-            for item in items:
-                yield item
-                self._bar.advance(task)
-        finally:
-            self._bar.remove_task(task)
-            self._bar.update(self._task, visible=True)
-
-
-def print_config(asked: Config, resolved: ResolvedConfig) -> None:
-    """Print the resolved config as a tree, with secrets masked.
-
-    With print_config=true, the tree has only the strategy, the devices, and the values that differ
-    from those of a plain `python train.py`. `asked`: the config before `auto` was replaced, which
-    shows what the user has set.
-    """
-    if resolved.print_config == "full":
-        tree, shown, defaults = Tree("config"), asdict(resolved), {}
-    else:
-        tree = Tree(
-            "config: differences from a plain `python train.py` (print_config=full shows all)"
-        )
-        shown, defaults = asdict(asked), asdict(plain_config())
-        for name in ("strategy", "devices"):
-            if shown["parallel"][name] == "auto":
-                shown["parallel"][name] = f"{getattr(resolved.parallel, name)} (auto)"
-    _grow(tree, hide_in(shown), defaults)
-    RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
-
-
-def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Add the config values that differ from `defaults` to the tree that is printed."""
-    for key, value in values.items():
-        if key in defaults and value == defaults[key]:
-            continue
-        if isinstance(value, dict) and value:
-            _grow(tree.add(str(key)), value, defaults.get(key) or {})
-        else:
-            tree.add(f"{key}: {'null' if value is None else value}")

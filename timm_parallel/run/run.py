@@ -23,7 +23,8 @@ from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.networks import LOSS, Networks
-from timm_parallel.record.recorder import SHOWN, Console, Numbers, Recorder
+from timm_parallel.record.console import Console
+from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.banner import describe_wait, show_banner, show_end

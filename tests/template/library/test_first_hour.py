@@ -34,7 +34,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import unused_parameters
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.record.recorder import print_config
+from timm_parallel.record.console import print_config
 from timm_parallel.record.result import Jobs
 from timm_parallel.run.run_result import speed_without_wait
 from timm_parallel.testing.commands import Refuse

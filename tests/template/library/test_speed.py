@@ -32,7 +32,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.record.recorder import Console
+from timm_parallel.record.console import Console
 from timm_parallel.record.result import MetricsLog
 from timm_parallel.run.parts import build_networks
 from timm_parallel.run.progress import Progress

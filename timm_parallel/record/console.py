@@ -1,0 +1,98 @@
+"""Print the config on the console and, in a terminal, show a progress bar next to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.tree import Tree
+
+from timm_parallel.config.compose import plain_config
+from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.machine.secrets import hide_in
+
+Item = TypeVar("Item")
+
+
+class Console:
+    """Progress bar of training steps on rank 0, shown only in a terminal.
+
+    It is a context manager, so that the bar also disappears after an error.
+    """
+
+    def __init__(self, enabled: bool, total_steps: int, first_step: int) -> None:
+        rich = RichConsole()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        shown = enabled and rich.is_terminal
+        self._bar = Progress(*columns, console=rich, transient=True, disable=not shown)
+        self._task = self._bar.add_task(
+            "steps", total=total_steps, completed=first_step, numbers=""
+        )
+
+    def __enter__(self) -> Console:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float, images_per_sec: float | None) -> None:
+        speed = f"{images_per_sec:,.0f} images/s" if images_per_sec else ""
+        self._bar.update(self._task, completed=step, numbers=f"loss {loss:.4f} {speed}")
+
+    def counted(self, what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+        """Yield items and count them in a second progress bar, which replaces the bar of training
+        steps.
+
+        `what`: the label of this bar.
+        """
+        self._bar.update(self._task, visible=False)
+        task = self._bar.add_task(what, total=total, numbers="")
+        try:
+            for item in items:
+                yield item
+                self._bar.advance(task)
+        finally:
+            self._bar.remove_task(task)
+            self._bar.update(self._task, visible=True)
+
+
+def print_config(asked: Config, resolved: ResolvedConfig) -> None:
+    """Print the resolved config as a tree, with secrets masked.
+
+    With print_config=true, the tree has only the strategy, the devices, and the values that differ
+    from those of a plain `python train.py`. `asked`: the config before `auto` was replaced, which
+    shows what the user has set.
+    """
+    if resolved.print_config == "full":
+        tree, shown, defaults = Tree("config"), asdict(resolved), {}
+    else:
+        tree = Tree(
+            "config: differences from a plain `python train.py` (print_config=full shows all)"
+        )
+        shown, defaults = asdict(asked), asdict(plain_config())
+        for name in ("strategy", "devices"):
+            if shown["parallel"][name] == "auto":
+                shown["parallel"][name] = f"{getattr(resolved.parallel, name)} (auto)"
+    _grow(tree, hide_in(shown), defaults)
+    RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
+
+
+def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Add the config values that differ from `defaults` to the tree that is printed."""
+    for key, value in values.items():
+        if key in defaults and value == defaults[key]:
+            continue
+        if isinstance(value, dict) and value:
+            _grow(tree.add(str(key)), value, defaults.get(key) or {})
+        else:
+            tree.add(f"{key}: {'null' if value is None else value}")
