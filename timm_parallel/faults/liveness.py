@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 # Phases in the order of a training step. Comparing (step, phase) of two ranks shows which rank is
 # behind.
 PHASES = (
@@ -28,9 +25,8 @@ class Liveness:
         self.step = 0
         self.phase = STARTING
         self.ticks = 0
-        # Number of optimizer steps that this process has trained, trial steps excluded.
+        # Number of optimizer steps that this process has trained.
         self.steps_done = 0
-        self._on_trial = False
 
     def at(self, phase: int) -> None:
         """Set the phase that the main thread now enters, and count progress. Each step calls this
@@ -44,18 +40,7 @@ class Liveness:
         training loop.
         """
         self.ticks += 1
-        self.steps_done += not self._on_trial
-
-    @contextmanager
-    def on_trial(self) -> Iterator[None]:
-        """Do not count the optimizer steps in the `with` block as training steps, because they are
-        trials before the first training step.
-        """
-        self._on_trial = True
-        try:
-            yield
-        finally:
-            self._on_trial = False
+        self.steps_done += 1
 
 
 liveness = Liveness()

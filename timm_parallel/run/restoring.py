@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from textwrap import shorten
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from timm_parallel.errors import NotFiniteError
-from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import LOSS, Networks
@@ -417,7 +415,6 @@ def restore_optimizer(
         if name in saved["state"]
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _check_state_is_complete(optimizer)
 
 
 def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
@@ -428,39 +425,3 @@ def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
     """
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
     return strategy.part(value, parameter) if is_like else value
-
-
-def _check_state_is_complete(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer step needs state that the checkpoint lacks.
-
-    This happens, for example, with a new setting amsgrad=true. The step is tried on copies.
-    """
-    for group in optimizer.param_groups:
-        smallest = min(
-            (p for p in group["params"] if optimizer.state.get(p)),
-            key=lambda p: p.numel(),
-            default=None,
-        )
-        if smallest is None:
-            continue
-        probe = torch.zeros_like(smallest, requires_grad=True)
-        probe.grad = torch.zeros_like(smallest)
-        trial = copy.copy(optimizer)
-        settings = {key: value for key, value in group.items() if key != "params"}
-        trial.param_groups = [{**copy.deepcopy(settings), "params": [probe]}]
-        trial.state = defaultdict(dict, {probe: copy.deepcopy(optimizer.state[smallest])})
-        try:
-            with liveness.on_trial():
-                # Some optimizers need a function that computes the loss again. Here, all gradients
-                # are 0.
-                trial.step(lambda: 0.0)
-        # Skip optimizers, such as kron, of which a copy cannot step, because they keep data outside
-        # of their groups and state. Also skip those whose step takes no such function.
-        except (AttributeError, TypeError):
-            continue
-        except KeyError as error:
-            raise ValueError(
-                f"optim: {type(optimizer).__name__} with these settings needs state that the "
-                f"checkpoint does not have ({error}); set optim.kwargs and optim.momentum as in "
-                "the saved run, or start a new run"
-            ) from None

@@ -28,13 +28,11 @@ from timm_parallel.launch import job
 from timm_parallel.launch.job import prepare, record_end
 from timm_parallel.launch.resume import check_resumable
 from timm_parallel.machine import hardware
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint
 from timm_parallel.run.parts import RunParts
 from timm_parallel.run.progress import Progress
-from timm_parallel.run.restoring import checkpoint_of, optimizer_state, restore_optimizer
+from timm_parallel.run.restoring import checkpoint_of
 from timm_parallel.run.run import Run
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
@@ -174,35 +172,6 @@ def test_resume_continues_the_step_counters_in_parameter_groups_of_lamb_and_adan
     groups = parts.state.phases[0].optimizer.param_groups
     assert {int(group["step"]) for group in groups} == {5}
     assert_trains_as(parts, reference(config, contents_of(folder)), steps=8)
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_refuses_amsgrad_when_the_checkpoint_has_no_amsgrad_state(
-    stopped: Folders, data: Path
-) -> None:
-    with pytest.raises(ValueError, match="max_exp_avg_sq"):
-        start_run(config_of(data, "+optim.kwargs.amsgrad=true"), stopped(5))
-
-
-class NeedsClosure(torch.optim.SGD):
-    """Optimizer that computes the loss again in each step."""
-
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        closure()
-        return super().step()
-
-
-def test_resume_restores_an_optimizer_whose_step_needs_a_closure() -> None:
-    saved_model, model = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    saved, optimizer = (
-        NeedsClosure(of.parameters(), lr=0.1, momentum=0.9) for of in (saved_model, model)
-    )
-    saved_model(torch.ones(1, 3)).sum().backward()
-    saved.step(lambda: 0.0)
-    single = Single(resolved("parallel=single").parallel, Ranks())
-    restore_optimizer(optimizer, model, optimizer_state(saved, saved_model), single)
-    buffers = [of.state[of.param_groups[0]["params"][0]] for of in (saved, optimizer)]
-    assert torch.equal(*(buffer["momentum_buffer"] for buffer in buffers))
 
 
 def test_resume_refuses_train_epochs_or_max_steps_that_the_run_has_already_reached(
@@ -408,7 +377,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "data.balance": (0.5, 1.0),
     "train.class_weights": ("auto", [1.0, 2.0, 3.0]),
     "optim.clip_grad": (0.1,),
-    "optim.kwargs": ({"eps": 1e-3}, {"betas": [0.5, 0.6]}, {"amsgrad": True}),
+    "optim.kwargs": ({"eps": 1e-3}, {"betas": [0.5, 0.6]}),
     "optim.lr_rule": ("linear", "sqrt"),
     "optim.lr_base_batch": (6, 64),
     "optim.sched": ("constant", "tanh", "poly", "step", "multistep", "wsd", "rsqrt"),
