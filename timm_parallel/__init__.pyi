@@ -10,7 +10,6 @@ from timm_parallel.keys import DataConfig as DataConfig
 from timm_parallel.keys import OptimConfig as OptimConfig
 from timm_parallel.keys import TrainConfig as TrainConfig
 from timm_parallel.keys import ResolvedTrain as ResolvedTrain
-from timm_parallel.keys import CheckpointConfig as CheckpointConfig
 from timm_parallel.keys import ResolvedParallel as ResolvedParallel
 from timm_parallel.keys import key as key
 from timm_parallel.keys import leaves as leaves
@@ -78,7 +77,11 @@ from timm_parallel.run.parts import build_state as build_state
 from timm_parallel.run.parts import evaluation_networks as evaluation_networks
 from timm_parallel.task import Evaluation as Evaluation
 from timm_parallel.run.evaluation import evaluate as evaluate
-from timm_parallel.run.run_result import SavedRun as SavedRun
+from timm_parallel.record.result import read_result as read_result
+from timm_parallel.record.result import read_metrics as read_metrics
+from timm_parallel.record.environment import read_environment as read_environment
+from timm_parallel.run.checkpoint import read_checkpoint as read_checkpoint
+from timm_parallel.run.restoring import load_networks as load_networks
 from timm_parallel.trackers.tracker import Tracker as Tracker
 from timm_parallel.record.confusion import draw_confusion as draw_confusion
 from timm_parallel.run.evaluation import write_predictions as write_predictions

@@ -21,15 +21,16 @@ from src.train.build import DataAndModel, build_data_and_model
 from timm_parallel import (
     Evaluation,
     Ranks,
-    SavedRun,
     Task,
     build_networks,
     build_strategy,
     check_networks,
     evaluate,
     evaluation_networks,
+    load_networks,
     load_weights,
     preprocessing_of,
+    read_checkpoint,
     write_text,
 )
 from timm_parallel.lab import write_images
@@ -72,7 +73,7 @@ def evaluate_config(
         path: Path | None = None
         contents: dict[str, Any] = {}
         if folder is not None:
-            path, contents = SavedRun(folder).checkpoint(which)
+            path, contents = read_checkpoint(folder, which)
             _prepare_as_trained(config, contents.get("preprocessing", {}))
         elif config.model.weights is not None:
             _prepare_as_trained(config, preprocessing_of(Path(config.model.weights)))
@@ -103,7 +104,7 @@ def evaluate_config(
             task.table(Evaluation(0, {}, {}))
         for evaluated, name in itertools.product(sets, chosen):
             if contents:
-                SavedRun.fill(networks, contents, evaluated)
+                load_networks(networks, contents, evaluated)
             keeps_rows = predictions is not None and evaluated == predicting
             is_shown = worst is not None and evaluated == predicting
             evaluation = evaluate(

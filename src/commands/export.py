@@ -19,7 +19,7 @@ from torch import nn
 
 from src.commands.load import Trained
 from src.tasks.classification import sigmoid
-from timm_parallel import SavedRun, write_json, write_text
+from timm_parallel import read_environment, read_metrics, read_result, write_json, write_text
 
 # Largest difference between the outputs of the exported program and those of the model that counts
 # as rounding. It is relative to the largest score, or absolute if all scores are below 1.
@@ -205,14 +205,15 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     run is not finished. Raises RuntimeError if the exported model has other outputs than the
     checkpoint.
     """
-    name, saved = trained.config.model.name, SavedRun(trained.run)
+    name = trained.config.model.name
     if trained.config.model.is_own:
         raise ValueError(
             f"format=hub: model.name={name}: expected a model of timm; use another format"
         )
-    if saved.result.status != "done":
+    status = read_result(trained.run).status
+    if status != "done":
         raise ValueError(
-            f"format=hub: run={trained.run}: its status is {saved.result.status}, expected done; "
+            f"format=hub: run={trained.run}: its status is {status}, expected done; "
             f"finish the run with resume={trained.run}"
         )
     if _problem_type(trained) is None and not _activation(trained.task):
@@ -224,7 +225,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     _complete_config(trained, folder / "config.json")
     by_folder = f"local-dir:{folder.resolve()}"
     check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
-    write_text(folder / "README.md", _model_card(trained, saved))
+    write_text(folder / "README.md", _model_card(trained))
     return [
         f"timm.create_model({by_folder!r}, pretrained=True)",
         f"transformers.AutoModelForImageClassification.from_pretrained({str(folder)!r})",
@@ -244,7 +245,7 @@ def _complete_config(trained: Trained, path: Path) -> None:
     write_json(path, config)
 
 
-def _model_card(trained: Trained, saved: SavedRun) -> str:
+def _model_card(trained: Trained) -> str:
     """Build the text of the model card from the records of the run."""
     data, template = trained.config.data, TEMPLATE.read_text(encoding="utf-8")
     return jinja2.Template(
@@ -256,9 +257,9 @@ def _model_card(trained: Trained, saved: SavedRun) -> str:
         # An image folder or a CSV file has no name, so the model card names the last part of its
         # path.
         data=Path(str(data.root)).name if data.name in ("folder", "csv") else data.name,
-        result=saved.result,
-        environment=saved.environment,
-        metrics=_metrics(trained, saved),
+        result=read_result(trained.run),
+        environment=read_environment(trained.run),
+        metrics=_metrics(trained),
         activation=_activation(trained.task),
         problem_type=_problem_type(trained),
     )
@@ -280,14 +281,14 @@ def _activation(task: Any) -> str:
     return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"
 
 
-def _metrics(trained: Trained, saved: SavedRun) -> list[tuple[str, str, float, int]]:
+def _metrics(trained: Trained) -> list[tuple[str, str, float, int]]:
     """Return rows (split, metric, value, number of images) for the exported weights. The values of
     val are from the step of the checkpoint. Those of test are included only if the run tested this
     checkpoint.
     """
     numbers: dict[str, Any] = {}
-    result = saved.result
-    for line in saved.metrics:
+    result = read_result(trained.run)
+    for line in read_metrics(trained.run / "metrics.jsonl"):
         if line["step"] == trained.step:
             numbers |= {key: value for key, value in line.items() if key.startswith("val/")}
     if (

@@ -14,7 +14,15 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from timm_parallel import Networks, SavedRun, Task, as_size, build_networks, load_config
+from timm_parallel import (
+    Networks,
+    Task,
+    as_size,
+    build_networks,
+    load_config,
+    load_networks,
+    read_checkpoint,
+)
 
 
 @dataclass
@@ -53,7 +61,7 @@ def load_trained(
     """
     device = device or torch.device("cpu")
     config = app.own_resolved(load_config(folder))
-    path, contents = SavedRun(folder).checkpoint(which)
+    path, contents = read_checkpoint(folder, which)
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")
     size = config.data.image_size
@@ -74,6 +82,6 @@ def load_trained(
     # Class weights need the training labels, and only training uses them.
     config.train.class_weights = None
     networks = build_networks(task, model, device)
-    SavedRun.fill(networks, contents, weights)
+    load_networks(networks, contents, weights)
     step = contents["progress"]["step"]
     return Trained(networks.eval(), config, preprocessing, task, path, weights, folder, step)

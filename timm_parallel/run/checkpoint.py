@@ -227,7 +227,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def read_checkpoint(folder: Path, which: str | None) -> tuple[Path, dict[str, Any]]:
+def read_checkpoint(folder: Path, which: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Load a checkpoint of a run, and return its path and its contents.
 
     `which`: best, last, or the path of a file; None: the one that result.json names, or the newest

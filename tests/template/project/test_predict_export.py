@@ -30,7 +30,6 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.run.run_result import SavedRun
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.ranks import in_ranks
@@ -388,7 +387,7 @@ def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
     test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
     result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
     write_result(tmp_path, result)
-    assert export._metrics(trained, SavedRun(tmp_path)) == [
+    assert export._metrics(trained) == [
         (split, "acc", value, images) for split, value, images in values
     ]
 
