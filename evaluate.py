@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from src.app import app
 from timm_parallel import (
     CommandLine,
-    Ranks,
     check_data,
     errors_in_one_line,
     evaluation_config,
@@ -33,7 +32,7 @@ from timm_parallel import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from timm_parallel import Strategy
 
 
 @errors_in_one_line
@@ -87,25 +86,24 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     config = app.own_resolved(evaluation_config(given.run, overrides))
     check_data(config, None if given.run is None else given.split)
 
-    def evaluate(ranks: Ranks, store: Store | None) -> None:
+    def evaluate(strategy: Strategy) -> None:
         from src.commands.evaluate import evaluate_config
 
         for split, numbers in evaluate_config(
             config,
+            strategy,
             given.run,
             given.split,
             given.checkpoint,
-            ranks,
-            store,
             given.predictions,
             given.weights,
             given.worst,
             page,
         ):
-            if ranks.is_first:
+            if strategy.is_first:
                 print_json({"split": split, **numbers})
 
-    return run_on_devices(config.parallel, __file__, arguments, evaluate)
+    return run_on_devices(config, __file__, arguments, evaluate)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import (
     CommandLine,
-    Ranks,
-    ResolvedParallel,
     errors_in_one_line,
     exit_process,
     number_argument,
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from timm_parallel import Strategy
 
 
 @errors_in_one_line
@@ -67,15 +65,13 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    from timm_parallel import resolve_parallel, run_on_devices
+    from timm_parallel import resolve_devices, run_on_devices
 
-    parallel = resolve_parallel(given.parallel, given.devices, given.batch_size)
-    return run_on_devices(parallel, __file__, argv, partial(_predict, given, parallel))
+    config = resolve_devices(given.parallel, given.devices, given.batch_size)
+    return run_on_devices(config, __file__, argv, partial(_predict, given))
 
 
-def _predict(
-    given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks, store: Store | None
-) -> None:
+def _predict(given: argparse.Namespace, strategy: Strategy) -> None:
     from src.commands.predict import PredictionRequest, predict
     from timm_parallel import write_predictions
 
@@ -88,12 +84,11 @@ def _predict(
         topk=given.topk,
         batch_size=given.batch_size,
         workers=given.workers,
-        parallel=parallel,
         folder=given.folder,
         output=given.output,
     )
-    predictions = predict(request, ranks, store)
-    if ranks.is_first:
+    predictions = predict(request, strategy)
+    if strategy.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"

@@ -29,7 +29,6 @@ from timm_parallel import (
     key,
     option_problems,
     own_class_problems,
-    own_function_problems,
 )
 
 # Dictionary from the name of a built-in dataset to its class. A config gives your own dataset as
@@ -658,9 +657,7 @@ class TrainConfig(timm_parallel.TrainConfig):
         help="What is learned: a name in src/tasks/, or `src.tasks.<module>.<Class>` of your own.",
     )
     loss: str = key("ce", help="A loss of the task by name, or `src.<module>.<Class>`.")
-    loop: str | None = key(
-        None, help="A training loop of your own, `src.<module>.<function>`; null: that of run.py."
-    )
+    loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
     class_weights: Any = key(
         None,
         help="Weights of the classes in the loss, scaled to mean 1: auto (by frequency) or a list.",
@@ -669,16 +666,6 @@ class TrainConfig(timm_parallel.TrainConfig):
     bce_target_thresh: float | None = key(
         None, ge=0, le=1, help="bce: a mixed target above this becomes 1, else 0."
     )
-    profile_steps: int | None = key(
-        None, ge=1, help="Record so many steps with torch.profiler; see debug=profile."
-    )
-
-    @property
-    def untimed_steps(self) -> int | None:
-        """Number of steps at the start of a run that are not timed if train.profile_steps is set.
-        They are 10 steps of warm-up, one step that starts the profiler, and the profiled steps.
-        """
-        return None if self.profile_steps is None else 11 + self.profile_steps
 
     def problems(self, whole: Config) -> Iterator[str]:
         if self.early_stop is not None and not (self.evaluate_every or self.evaluate_every_steps):
@@ -691,21 +678,8 @@ class TrainConfig(timm_parallel.TrainConfig):
                 f"train.bce_target_thresh={self.bce_target_thresh}: has no effect with "
                 f"train.loss={self.loss}; use train.loss=bce"
             )
-        if self.loop is not None:
-            yield from own_function_problems("train.loop", self.loop)
-        if self.max_steps is not None:
-            yield from self.profile_problems(self.max_steps)
-
-    def profile_problems(self, steps: int) -> Iterator[str]:
-        """Yield an error message if the run is too short to time a step after the warm-up and the
-        profiled steps.
-        """
-        if self.untimed_steps is not None and steps <= self.untimed_steps:
-            yield (
-                f"train.profile_steps={self.profile_steps}: expected a run of "
-                f"{self.untimed_steps + 1} steps or more (warm-up, recorded and timed ones), got "
-                f"{steps}; raise train.max_steps or train.epochs"
-            )
+        if is_own_class(self.loss):
+            yield from own_class_problems("train.loss", self.loss)
 
 
 @dataclass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from src import app as project
 from src.schema import Config, ResolvedConfig
-from timm_parallel import App, RunParts
+from timm_parallel import App, compose, resolve
 
 
 @pytest.fixture(scope="session")
@@ -18,13 +20,11 @@ def app() -> App[Config, ResolvedConfig]:
 
 
 @pytest.fixture
-def mine() -> Iterator[RunParts]:
+def mine(tmp_path: Path) -> Iterator[Any]:
     """Build data, model, task and optimizer of conf/experiment/mine.yaml on the CPU."""
-    from src.train.build import build_run
-    from timm_parallel import Ranks, build_strategy, compose, resolve
+    from timm_parallel import start_run
 
     overrides = ("experiment=mine", "parallel=single", "parallel.accelerator=cpu", "data.workers=0")
-    config = project.app.own_resolved(resolve(compose(*overrides)))
-    strategy = build_strategy(config.parallel, Ranks(), None, config.train.deterministic)
-    yield build_run(config, strategy)
-    strategy.close()
+    parts = start_run(resolve(compose(*overrides)), tmp_path).parts
+    yield parts
+    parts.strategy.close()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from timm_parallel import Batch, RunParts
+from timm_parallel import Batch
 
 
-def mean_loss(mine: RunParts, batch: Batch) -> torch.Tensor:
+def mean_loss(mine: Any, batch: Batch) -> torch.Tensor:
     (phase,) = mine.task.phases
     losses, _ = mine.task.losses(mine.state.networks, batch, phase)
     return losses.mean()
 
 
-def test_loss_of_a_batch_is_the_mean_over_its_halves(mine: RunParts) -> None:
+def test_loss_of_a_batch_is_the_mean_over_its_halves(mine: Any) -> None:
     # In evaluation mode, the output for an image does not depend on the other images.
     mine.state.networks.eval()
     batch = next(mine.train_loader.epoch(0))
@@ -26,7 +28,7 @@ def test_loss_of_a_batch_is_the_mean_over_its_halves(mine: RunParts) -> None:
     torch.testing.assert_close(mean_loss(mine, batch), mean)
 
 
-def test_loss_of_a_batch_falls_when_the_model_trains_on_it(mine: RunParts) -> None:
+def test_loss_of_a_batch_falls_when_the_model_trains_on_it(mine: Any) -> None:
     batch = next(mine.train_loader.epoch(0))
     optimizer = torch.optim.Adam(mine.state.parameters(), lr=3e-3)
     values = []

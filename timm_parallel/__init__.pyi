@@ -16,11 +16,10 @@ from timm_parallel.keys import leaves as leaves
 from timm_parallel.keys import is_own_class as is_own_class
 from timm_parallel.config.validate import option_problems as option_problems
 from timm_parallel.config.validate import own_class_problems as own_class_problems
-from timm_parallel.config.validate import own_function_problems as own_function_problems
 from timm_parallel.checked_configs import compose as compose
 from timm_parallel.checked_configs import check_config as check_config
 from timm_parallel.config.resolve import resolve as resolve
-from timm_parallel.checked_configs import resolve_parallel as resolve_parallel
+from timm_parallel.checked_configs import resolve_devices as resolve_devices
 from timm_parallel.config.compose import load_config as load_config
 from timm_parallel.checked_configs import evaluation_config as evaluation_config
 
@@ -39,12 +38,8 @@ from timm_parallel.data.file_list import batches_per_epoch as batches_per_epoch
 from timm_parallel.data.dataset import InMemory as InMemory
 from timm_parallel.data.decode import Files as Files
 from timm_parallel.data.dataset import as_size as as_size
-from timm_parallel.data.loader import TrainLoader as TrainLoader
-from timm_parallel.data.loader import EvalLoader as EvalLoader
-from timm_parallel.data.on_device import DevicePrefetcher as DevicePrefetcher
 from timm_parallel.data.on_device import Erasing as Erasing
 from timm_parallel.data.on_device import Mixing as Mixing
-from timm_parallel.run.replica_checks import check_same_data as check_same_data
 from timm_parallel.patches import posterize_to_black as posterize_to_black
 
 # Models
@@ -64,16 +59,15 @@ from timm_parallel.parallel.strategy import Strategy as Strategy
 from timm_parallel.parallel.strategy import Single as Single
 from timm_parallel.parallel.distributed import Distributed as Distributed
 from timm_parallel.parallel.strategy import build_strategy as build_strategy
-from timm_parallel.machine.ranks import Ranks as Ranks
 
 # A run
-from timm_parallel.run.run import Run as Run
+from timm_parallel.run.build import build_eval_loaders as build_eval_loaders
+from timm_parallel.run.build import build_parts as build_parts
+from timm_parallel.run.run import start_run as start_run
 from timm_parallel.run.run import Training as Training
 from timm_parallel.run.step import Step as Step
-from timm_parallel.run.parts import RunParts as RunParts
 from timm_parallel.run.parts import Learning as Learning
 from timm_parallel.run.parts import build_networks as build_networks
-from timm_parallel.run.parts import build_state as build_state
 from timm_parallel.run.parts import evaluation_networks as evaluation_networks
 from timm_parallel.task import Evaluation as Evaluation
 from timm_parallel.run.evaluation import evaluate as evaluate
@@ -87,8 +81,6 @@ from timm_parallel.record.confusion import draw_confusion as draw_confusion
 from timm_parallel.run.evaluation import write_predictions as write_predictions
 
 # Errors, names and scripts
-from timm_parallel.errors import RefusedError as RefusedError
-from timm_parallel.errors import UnreadableImageError as UnreadableImageError
 from timm_parallel.errors import refuse_wrong_arguments as refuse_wrong_arguments
 from timm_parallel.machine.imports import import_class as import_class
 from timm_parallel.machine.imports import import_name as import_name

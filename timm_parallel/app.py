@@ -12,16 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.machine.imports import import_name, imports_without_gc
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from timm_parallel.machine.ranks import Ranks
-
+from timm_parallel.machine.imports import imports_without_gc
 
 # Name of an app by convention, for scripts and notebooks that do not import theirs.
 DEFAULT = "src.app:app"
@@ -41,8 +35,11 @@ class App(Generic[C, R]):
     root: Path
     config: type[C]
     resolved: type[R]
-    # Dotted name of the function that trains one rank. Arguments: config, run folder, ranks, store.
-    run: str
+    # Dotted name of the function that builds the parts of a run on one rank with `build_parts`.
+    # Arguments: config, strategy.
+    build: str
+    # Dotted name of the function that takes the steps of a run. Argument: a Training.
+    loop: str
     # Dotted name of the function that yields an error message for each config key that does not fit
     # the other keys. Argument: config.
     rules: str
@@ -78,24 +75,6 @@ class App(Generic[C, R]):
         assert isinstance(config, self.resolved)
         return config
 
-    def train(
-        self, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None
-    ) -> None:
-        """Train one rank of a run in this process. Torch and the project's code are imported here,
-        so that an import error becomes a failure record of the rank.
-        """
-        with imports_without_gc():
-            run = import_name(self.run)
-        run(config, folder, ranks, store)
-
-    def import_all(self) -> None:
-        """Import the modules that a run needs. Called in the server process that forks the jobs of
-        a sweep.
-        """
-        with imports_without_gc():
-            for module in self.preload:
-                import_module(module)
-
 
 _current: App[Any, Any] | None = None
 
@@ -105,6 +84,15 @@ def current() -> App[Any, Any]:
     src.app:app.
     """
     return _current or find_app(DEFAULT)
+
+
+def import_all() -> None:
+    """Import the modules that a run needs. Called in the server process that forks the jobs of a
+    sweep.
+    """
+    with imports_without_gc():
+        for module in current().preload:
+            import_module(module)
 
 
 def root() -> Path:

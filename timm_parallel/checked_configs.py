@@ -27,7 +27,6 @@ from timm_parallel.keys import (
     Config,
     ParallelConfig,
     ResolvedConfig,
-    ResolvedParallel,
     TrackerConfig,
     is_below,
     is_own_class,
@@ -62,11 +61,11 @@ def check_config(config: Config) -> None:
     check_task(config)
 
 
-def resolve_parallel(
+def resolve_devices(
     strategy: str, devices: int | str, batch_size_per_device: int
-) -> ResolvedParallel:
-    """Build the resolved `parallel` config group for a strategy, a number of devices (or `auto`)
-    and a batch size per device.
+) -> ResolvedConfig:
+    """Build a resolved config for a strategy, a number of devices (or `auto`) and a batch size per
+    device. Its other keys have their defaults.
 
     The numbers fit the ranks that torchrun or srun started, otherwise this machine. Raises
     ValueError if strategy and devices do not fit.
@@ -77,7 +76,7 @@ def resolve_parallel(
     check_combination(config)
     ranks = ranks_from_environment(os.environ) if config.parallel.has_ranks else None
     sizes = () if ranks is None else (ranks.world_size, ranks.local_world_size)
-    return resolve(config, *sizes).parallel
+    return resolve(config, *sizes)
 
 
 def evaluation_config(run: Path | None, overrides: list[str]) -> ResolvedConfig:

@@ -46,7 +46,7 @@ def run_command(app: App[Any, Any]) -> int:
         if ranks is not None and not ranks.is_first:
             from timm_parallel.launch.torchrun import run_follower
 
-            return run_follower(app.train, ranks)
+            return run_follower(ranks)
         # Under torchrun, leave the signal handlers to the code of the rank. Otherwise let a stop
         # signal raise KeyboardInterrupt.
         with contextlib.nullcontext() if ranks else signal_handlers(_interrupt):
@@ -206,7 +206,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
                 print_config(command.config, config)
             if ranks is not None:
                 code = run_in_hydra(
-                    command, folder, lambda here: run_rank_zero(app.train, config, here, ranks)
+                    command, folder, lambda here: run_rank_zero(config, here, ranks)
                 )
             else:
                 code = run_in_hydra(command, folder, lambda here: run_job(config, here))

@@ -603,8 +603,9 @@ class TrainConfig:
     log_every: int = key(10, ge=1, help="Steps between two logged lines.")
     task: str = key("", help="What is learned: a task by name, or a class of your own.")
     task_kwargs: dict[str, Any] = key({}, help="Options of the task, see its class.")
-    loss: str = key("", help="A loss of the task by name, or a class of your own.")
-    loss_kwargs: dict[str, Any] = key({}, help="More arguments of the loss, e.g. {gamma: 2}.")
+    loop: str | None = key(
+        None, help="A training loop of your own, `src.<module>.<function>`; null: that of run.py."
+    )
     precision: str = key(
         "auto",
         choices=("auto", "fp32", "tf32", "bf16", "fp16"),
@@ -622,6 +623,9 @@ class TrainConfig:
     )
     early_stop: int | None = key(
         None, ge=1, help="Stop after so many evaluations without a better checkpoint.metric."
+    )
+    profile_steps: int | None = key(
+        None, ge=1, help="Record so many steps with torch.profiler; see debug=profile."
     )
 
     def is_out_of_time(self, seconds: float) -> bool:

@@ -16,9 +16,9 @@ from timm_parallel.machine.signals import exit_process
 from timm_parallel.machine.streams import keep_running_without_stdout
 
 if __name__ == "__main__":
-    app = find_app(sys.argv[1])
+    find_app(sys.argv[1])
     if sys.argv[2] == "--serve":
-        serve(int(sys.argv[3]), app.train, app.import_all)
+        serve(int(sys.argv[3]))
         sys.exit()
     keep_running_without_stdout()
-    exit_process(main(Path(sys.argv[2]), app.train))
+    exit_process(main(Path(sys.argv[2])))

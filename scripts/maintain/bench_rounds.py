@@ -42,9 +42,7 @@ from scripts.maintain.bench_speed import (
     WORKLOADS,
     Workload,
 )
-from src.app import app
-from src.train.build import build_run
-from timm_parallel import Ranks, Run, build_strategy, compose, resolve
+from timm_parallel import compose, resolve, start_run
 from timm_parallel.data import decode
 
 # Number of different JPEG files. They stay in the page cache, so reading them measures decoding.
@@ -81,16 +79,15 @@ def ours(
     store = None
     if config.parallel.has_ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.manual_seed(config.seed)
-    strategy = build_strategy(config.parallel, Ranks(), store, config.train.deterministic)
-    parts = build_run(app.own_resolved(config), strategy)
+    run = start_run(config, folder, store=store)
+    parts = run.parts
     # One endless epoch, because the end of an epoch saves a checkpoint.
     epochs = chain.from_iterable(map(parts.train_loader.epoch, count()))
     parts.train_loader.epoch = lambda *_: epochs  # type: ignore[method-assign]
     parts.steps_per_epoch = 10**9
     meter, waited = parts.hooks.meter, 0.0
     try:
-        with Run(parts, folder).training() as training:
+        with run.training() as training:
             for step in training.steps():
                 numbers = step.train()
                 training.log(numbers)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from PIL import Image
@@ -20,10 +20,9 @@ from src.schema import ResolvedConfig
 from src.train.build import DataAndModel, build_data_and_model
 from timm_parallel import (
     Evaluation,
-    Ranks,
+    Strategy,
     Task,
     build_networks,
-    build_strategy,
     check_networks,
     evaluate,
     evaluation_networks,
@@ -35,9 +34,6 @@ from timm_parallel import (
 )
 from timm_parallel.lab import write_images
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 # Longest side of the images on the page of the worst ones, in pixels, and the number of columns of
 # the table of predictions that it shows.
 SHOWN_SIDE, COLUMNS = 256, 8
@@ -47,11 +43,10 @@ PREPARATION = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 
 def evaluate_config(
     config: ResolvedConfig,
+    strategy: Strategy,
     folder: Path | None,
     split: str,
     which: str | None,
-    ranks: Ranks,
-    store: Store | None,
     predictions: Path | None = None,
     weights: str | None = None,
     worst: int | None = None,
@@ -68,8 +63,6 @@ def evaluate_config(
     the HTML page `page`, for each split and the same set of weights.
     """
     with ExitStack() as on_close:
-        strategy = build_strategy(config.parallel, ranks, store, config.train.deterministic)
-        on_close.callback(strategy.close)
         path: Path | None = None
         contents: dict[str, Any] = {}
         if folder is not None:

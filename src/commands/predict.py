@@ -19,17 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
-from src.schema import ResolvedParallel
 from timm_parallel import (
     Batch,
-    DevicePrefetcher,
-    EvalLoader,
     Files,
     Networks,
-    Ranks,
     Strategy,
     Task,
-    build_strategy,
+    build_eval_loaders,
     evaluation_networks,
     load_config,
 )
@@ -55,14 +51,13 @@ class PredictionRequest:
     # Number of images that a rank predicts at once.
     batch_size: int
     workers: int | str
-    parallel: ResolvedParallel
     # Folder for predictions that are files, such as masks; None: write no files.
     folder: Path | None = None
     # File that the caller writes the predictions to; None: no file.
     output: Path | None = None
 
 
-def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> Predictions:
+def predict(request: PredictionRequest, strategy: Strategy) -> Predictions:
     """Predict image files, divided among the ranks. Return, on every rank, the predictions of all
     files. All ranks must call this function.
     """
@@ -72,15 +67,14 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> Predictions
         raise ValueError(
             f"images={request.images}: no image in this folder; {notes or 'it is empty'}"
         )
-    if notes and ranks.is_first:
+    if notes and strategy.is_first:
         print(f"note: {notes}", file=sys.stderr)
     paths = [path for path, _ in files]
     endings = Task.find(load_config(request.run).train.task).endings
     names = _file_names(request, paths, endings)
     # Check on one rank, because the first rank writes files before the last rank has started.
-    if ranks.is_first:
+    if strategy.is_first:
         _check_written_files(request, paths, [name + end for name in names for end in endings])
-    strategy = build_strategy(request.parallel, ranks, store)
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     networks = evaluation_networks(trained.networks, trained.config, strategy)
     predictions: dict[int, dict[str, Any] | None] = {}
@@ -102,7 +96,6 @@ def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> Predictions
     for number in loader.unreadable:
         predictions[number] = None
     by_rank = strategy.group.gather(predictions)
-    strategy.close()
     merged = {int(number): values for gathered in by_rank for number, values in gathered.items()}
     assert len(merged) == len(paths), f"{len(merged)} predictions for {len(paths)} files"
     return {str(path): merged[number] for number, path in enumerate(paths)}
@@ -159,7 +152,7 @@ def _loader(
     files: Sequence[tuple[Path, int]],
     request: PredictionRequest,
     strategy: Strategy,
-) -> EvalLoader:
+) -> Any:
     """Build a loader of image files for prediction. It yields the index of a file in place of a
     label, so that each prediction can be assigned to its file.
     """
@@ -172,22 +165,18 @@ def _loader(
     mode = "L" if channels == 1 else "RGB"
     preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one
     per_rank = 1 if is_single else request.batch_size
-    prefetcher = DevicePrefetcher(
-        strategy.device,
-        preprocessing.mean,
-        preprocessing.std,
-        trained.config.model.channels_last is True,
-    )
-    return EvalLoader(
-        Files(files, mode, trained.config.data.max_value),
+    transform = None if is_single else OnImage(evaluation_transform(preprocessing))
+    loaders = build_eval_loaders(
+        {"images": (Files(files, mode, trained.config.data.max_value), transform)},
         None,
-        prefetcher,
-        strategy.group,
+        strategy,
+        preprocessing,
         batch_size=per_rank * strategy.group.world_size,
-        transform=None if is_single else OnImage(evaluation_transform(preprocessing)),
         workers=request.workers,
         on_error="skip",
+        channels_last=trained.config.model.channels_last is True,
     )
+    return loaders["images"]
 
 
 @torch.inference_mode()

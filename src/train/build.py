@@ -4,12 +4,12 @@ optimizer, schedule.
 
 from __future__ import annotations
 
-import copy
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,23 +20,15 @@ from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
 from src.train.optim import build_learning
 from timm_parallel import (
-    Batch,
-    DevicePrefetcher,
     Erasing,
-    EvalLoader,
     ImageDataset,
     InMemory,
     Mixing,
-    RunParts,
     Strategy,
     Task,
-    TrainLoader,
-    UnreadableImageError,
     as_size,
-    build_networks,
-    build_state,
-    check_networks,
-    check_same_data,
+    build_eval_loaders,
+    build_parts,
     compile_model,
     freeze,
     load_dataset,
@@ -59,9 +51,8 @@ class DataAndModel:
     # those of timm.
     model: nn.Module
     preprocessing: Preprocessing
-    prefetcher: DevicePrefetcher
     # Evaluation loaders, as a dictionary from the name of a split to its loader.
-    eval_loaders: dict[str, EvalLoader]
+    eval_loaders: dict[str, Any]
 
 
 def build_data_and_model(
@@ -71,7 +62,6 @@ def build_data_and_model(
     ranks must call this function. `trained_names`: class names from the checkpoint that evaluate.py
     evaluates; None in training.
     """
-    strategy.choose_precision(config.train)
     # With tf32, GPUs round the inputs of float32 matrix products to 10 bits of mantissa, as they do
     # by default in convolutions.
     tf32 = config.train.precision == "tf32"
@@ -97,10 +87,7 @@ def build_data_and_model(
     weights = config.model.weights
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = task.preprocessing(preprocessing_for(model, config.data, dataset, of_weights))
-    mean, std = preprocessing.mean, preprocessing.std
-    channels_last = config.model.channels_last is True
-    prefetcher = DevicePrefetcher(strategy.device, mean, std, channels_last)
-    eval_loaders: dict[str, EvalLoader] = {}
+    splits: dict[str, Any] = {}
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
             transform = task.evaluation_transform(preprocessing)
@@ -109,29 +96,25 @@ def build_data_and_model(
             rows = InMemory.of(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
             is_ready &= isinstance(getattr(transform, "transform", None), ResizeAndCrop)
-            eval_loaders[name] = EvalLoader(
-                split,
-                task,
-                prefetcher,
-                strategy.group,
-                batch_size=strategy.group.world_size
-                if task.evaluates_one_by_one
-                else config.global_batch,
-                transform=None if is_ready else transform,
-                seed=config.seed,
-                workers=config.data.workers,
-                on_error=config.data.on_error,
-            )
-    return DataAndModel(dataset, task, model, preprocessing, prefetcher, eval_loaders)
+            splits[name] = split, None if is_ready else transform
+    loaders = build_eval_loaders(
+        splits,
+        task,
+        strategy,
+        preprocessing,
+        batch_size=strategy.group.world_size if task.evaluates_one_by_one else config.global_batch,
+        seed=config.seed,
+        workers=config.data.workers,
+        on_error=config.data.on_error,
+        channels_last=config.model.channels_last is True,
+    )
+    return DataAndModel(dataset, task, model, preprocessing, loaders)
 
 
-def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
-    """Build the objects of a training run on this rank. All ranks must call this function."""
+def build_run(config: ResolvedConfig, strategy: Strategy) -> Any:
+    """Build the parts of a training run on this rank. All ranks must call this function."""
     built = build_data_and_model(config, strategy)
     dataset, task, model = built.dataset, built.task, built.model
-    # Compare the data of all ranks, because ranks that read different files would train on wrong
-    # labels without an error.
-    check_same_data(dataset, strategy.group)
     if config.model.weights is not None:
         line = load_weights(
             model,
@@ -143,36 +126,36 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         log.info("weights      %s", line)
     if frozen := freeze(model, config.model.freeze):
         log.info("frozen       %s", frozen)
-    image_size = train_image_size(model, config.data, dataset)
-    batches = _build_train_loader(config, strategy, built, image_size)
-    steps_per_epoch, total_steps = config.train.count_steps(batches.sampler.batches_per_epoch)
-    for problem in config.train.profile_problems(total_steps):
-        raise ValueError(problem)
-    task.prepare(batches.labels())
-    networks = build_networks(task, model, strategy.device)
-    check_networks(task, networks, next(iter(built.eval_loaders.values())).peek(1))
-    mixing = _build_mixing(config, strategy, task)
-    state = build_state(
+    augment, size = config.data.augment, train_image_size(model, config.data, dataset)
+    rows = InMemory.of(dataset.train, size)
+    # Augment whole batches on the device if the task can. Otherwise, each image is augmented by a
+    # transform.
+    on_pixels = task.batch_augmentation(rows, size)
+    transform = None
+    if on_pixels is None:
+        transform = task.train_transform(size, rows is None, built.preprocessing.mean)
+    return build_parts(
         config,
         strategy,
+        dataset,
         task,
-        networks,
-        partial(build_learning, config, strategy, steps_per_epoch),
-        sample=_sample(batches, mixing) if strategy.is_first else None,
+        model,
+        built.preprocessing,
+        built.eval_loaders,
+        image_size=size,
+        learning=partial(build_learning, config, strategy),
+        transform=transform,
+        on_pixels=on_pixels,
+        on_normalized=Erasing(augment.reprob, augment.remode, augment.recount)
+        if augment.reprob
+        else None,
+        mixing=_build_mixing(config, strategy, task),
+        workers=config.data.workers,
+        on_error=config.data.on_error,
+        copies=augment.aug_repeats,
+        balance=config.data.balance,
+        replay=config.data.replay_batches,
         compile_network=partial(compile_model, mode=config.model.compile, device=strategy.device),
-    )
-    return RunParts(
-        config=config,
-        strategy=strategy,
-        dataset=dataset,
-        task=task,
-        preprocessing=built.preprocessing,
-        image_size=image_size,
-        train_loader=batches,
-        eval_loaders=built.eval_loaders,
-        state=state,
-        mixing=mixing,
-        profiled=(config.train.untimed_steps, config.train.profile_steps),
     )
 
 
@@ -194,48 +177,4 @@ def _build_mixing(
         mode=augment.mixup_mode,
         label_smoothing=config.train.smoothing,
         num_classes=config.model.num_classes or task.num_outputs,
-    )
-
-
-def _sample(batches: TrainLoader, mixing: Mixing | None) -> Batch | None:
-    """Return two samples as a training step gets them, with which its FLOPs are counted. Return
-    None if one cannot be read, because the step that reads it names it.
-    """
-    try:
-        sample = batches.peek(2)
-    except UnreadableImageError:
-        return None
-    return sample if mixing is None else copy.copy(mixing)(sample)
-
-
-def _build_train_loader(
-    config: ResolvedConfig, strategy: Strategy, built: DataAndModel, size: tuple[int, int]
-) -> TrainLoader:
-    split, augment, task = built.dataset.train, config.data.augment, built.task
-    rows = InMemory.of(split, size)
-    # Augment whole batches on the device if the task can. Otherwise, each image is augmented by a
-    # transform.
-    on_pixels = task.batch_augmentation(rows, size)
-    transform = None
-    if on_pixels is None:
-        transform = task.train_transform(size, rows is None, built.preprocessing.mean)
-    return TrainLoader(
-        split,
-        task,
-        built.prefetcher,
-        strategy.group,
-        batch_size=config.global_batch,
-        seed=config.seed,
-        transform=transform,
-        on_pixels=on_pixels,
-        on_normalized=Erasing(augment.reprob, augment.remode, augment.recount)
-        if augment.reprob
-        else None,
-        workers=config.data.workers,
-        on_error=config.data.on_error,
-        accumulate=config.train.accumulate,
-        copies=augment.aug_repeats,
-        limit=config.data.limit_train,
-        balance=config.data.balance,
-        replay=config.data.replay_batches,
     )

@@ -37,9 +37,9 @@ FUSED_IN_PARTS = ("adam", "adamw")
 def build_learning(
     config: ResolvedConfig,
     strategy: Strategy,
-    steps_per_epoch: int,
     phase: str,
     networks: dict[str, nn.Module],
+    steps_per_epoch: int,
 ) -> Learning:
     """Build the optimizer and the schedule of a phase, and the function that clips its gradients.
 

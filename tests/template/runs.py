@@ -19,7 +19,6 @@ from PIL import Image
 
 from src.app import app
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
-from src.train.build import build_run
 from src.train.run import train
 from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
@@ -31,11 +30,11 @@ from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy, build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.run.evaluation import Evaluation, evaluate
+from timm_parallel.run.evaluation import evaluate
 from timm_parallel.run.parts import RunParts
-from timm_parallel.run.run import Run
+from timm_parallel.run.run import Run, start_run
 from timm_parallel.run.step import MetricWindow, Step
-from timm_parallel.task import Task
+from timm_parallel.task import Evaluation, Task
 from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm
 
@@ -207,21 +206,12 @@ def cpu_strategy(
     config = ResolvedParallel(
         strategy=kind, devices=devices, accelerator="cpu", threads_per_device=1, backend="gloo"
     )
-    return build_strategy(config, ranks or Ranks(), store)
+    return build_strategy(ResolvedConfig(parallel=config), ranks, store)
 
 
 def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunParts:
-    """Build the parts of a run, seeded as a run seeds them."""
-    torch.manual_seed(config.seed)
-    strategy = build_strategy(config.parallel, ranks or Ranks(), store, config.train.deterministic)
-    return build_run(config, strategy)
-
-
-def start_run(
-    config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
-) -> Run:
-    """Build a run, and resume it if its folder has a checkpoint."""
-    return Run(parts_of(config, ranks, store), folder)
+    """Build the parts of a new run."""
+    return start_run(config, Path("no such folder"), ranks, store).parts
 
 
 def train_run(

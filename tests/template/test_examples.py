@@ -21,15 +21,15 @@ from torchvision.transforms import v2
 from src.app import app
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
-from src.schema import DataConfig, ResolvedParallel
-from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES
+from src.schema import DataConfig
+from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, cpu_strategy
+from timm_parallel import build_strategy
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.data.build import load_dataset
 from timm_parallel.errors import RefusedError
 from timm_parallel.launch.job import prepare
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint
 from timm_parallel.testing.configs import conf as write_conf
@@ -282,7 +282,7 @@ def test_local_sgd_trains_like_a_single_device_when_it_averages_after_each_step(
 def evaluated(run: Path) -> dict[str, Any]:
     """Evaluate the last checkpoint of a run on val, as evaluate.py does."""
     config = app.own_resolved(evaluation_config(run, ["parallel=single"]))
-    return dict(evaluate_config(config, run, "val", "last", Ranks(), None))["val"]
+    return dict(evaluate_config(config, build_strategy(config), run, "val", "last"))["val"]
 
 
 def _evaluated_cases() -> list[Any]:
@@ -319,11 +319,8 @@ def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
         # Squeeze gray images, which Pillow stores without a dimension for channels.
         pixels = pixels.permute(1, 2, 0).squeeze(2).numpy()
         Image.fromarray(pixels).save(folder / f"{index:04}.png")
-    parallel = ResolvedParallel(
-        strategy="single", devices=1, accelerator="cpu", threads_per_device=1
-    )
-    request = PredictionRequest(run, folder, "last", None, 1, 32, 0, parallel)
-    predictions = predict(request, Ranks(), None)
+    request = PredictionRequest(run, folder, "last", None, 1, 32, 0)
+    predictions = predict(request, cpu_strategy())
     ordered = [predictions[name] for name in sorted(predictions)]
     assert len(ordered) == len(split) and None not in ordered
     return [prediction for prediction in ordered if prediction is not None]

@@ -224,18 +224,6 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
         )
 
 
-def own_function_problems(key: str, name: str) -> Iterator[str]:
-    """Yield an error message if a function of the project does not exist. `key`: the config key
-    that names the function. `name`: dotted name of the function.
-    """
-    package = current().package
-    if not callable(find_name(name, package)):
-        yield (
-            f"{key}={name}: no such function; expected {package}.<module>.<function> with "
-            f"<module> a file under {package}/"
-        )
-
-
 def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iterator[str]:
     """Yield an error message for each option that is unknown, has the wrong type, or is out of
     bounds.
@@ -293,9 +281,10 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Yield an error message for each name of a model, optimizer, dataset, task or loss that
-    neither the project nor timm has.
+    """Yield an error message for each name of a model, optimizer, dataset, task or training loop
+    that neither the project nor timm has.
     """
+    package = current().package
     yield from _weights_problems(config.model.kwargs)
     chosen = {
         "model.name": (config.model.name, _model_problems),
@@ -307,11 +296,13 @@ def _names(config: Config) -> Iterator[str]:
         chosen["data.name"] = config.data.name, problems_of_data
     if current().tasks:
         chosen["train.task"] = config.train.task, _task
-        # Accept any name of a loss here, because `check_task` compares it with the losses of the
-        # task.
-        chosen["train.loss"] = config.train.loss, lambda name: iter(())
     for key, (name, problems) in chosen.items():
         yield from own_class_problems(key, name) if is_own_class(name) else problems(name)
+    if (loop := config.train.loop) is not None and not callable(find_name(loop, package)):
+        yield (
+            f"train.loop={loop}: no such function; expected {package}.<module>.<function> with "
+            f"<module> a file under {package}/"
+        )
 
 
 def _model_problems(name: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from timm_parallel.app import import_all
 from timm_parallel.faults.failure import REPORT
 from timm_parallel.launch import job, rank
 from timm_parallel.machine import hardware
@@ -32,12 +33,11 @@ from timm_parallel.machine.process import limit_job
 POLL_SECONDS = 0.02
 
 
-def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) -> None:
+def serve(descriptor: int) -> None:
     """Fork the jobs that a sweep requests through a connection, until the sweep closes the
     connection.
 
-    `descriptor`: file descriptor of the connection. `run`: function that trains one rank.
-    `preload`: function that imports the modules that jobs need.
+    `descriptor`: file descriptor of the connection.
 
     The request {"id", "folder", "environment", "cores"} starts a job. The request {"id", "signal"}
     sends a signal to a running job. The server sends {"ready": True} once, and {"id", "code"} for
@@ -46,7 +46,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
     # Block the signals here and unblock them in each job. A signal to a new job then waits until
     # the job can handle it, where an ignored signal would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    preload()
+    import_all()
     _check_is_forkable()
     connection: Connection[Any, Any] = Connection(descriptor)
     connection.send({"ready": True})
@@ -60,7 +60,7 @@ def serve(descriptor: int, run: rank.RankMain, preload: Callable[[], object]) ->
                 return
             id = request.pop("id")
             if "signal" not in request:
-                pids[id] = _fork(partial(_run_job, os.getpid(), run, **request))
+                pids[id] = _fork(partial(_run_job, os.getpid(), **request))
             elif id in pids:
                 os.kill(pids[id], request["signal"])
         for id, pid in list(pids.items()):
@@ -99,7 +99,6 @@ def _fork(work: Callable[[], int]) -> int:
 
 def _run_job(
     server: int,
-    run: rank.RankMain,
     folder: Path,
     environment: Mapping[str, str],
     cores: Sequence[int],
@@ -122,7 +121,7 @@ def _run_job(
     os.close(console)
     sys.argv = [str(job.__file__), str(folder)]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    with ForkedRank(folder, run) as forked:
+    with ForkedRank(folder) as forked:
         return job.main(folder, forked.start)
 
 
@@ -134,14 +133,14 @@ class ForkedRank:
     use CUDA, because the launcher initializes the CUDA driver in between.
     """
 
-    def __init__(self, folder: Path, run: rank.RankMain) -> None:
+    def __init__(self, folder: Path) -> None:
         self.returncode: int | None = None
         reading, self._writing = multiprocessing.Pipe(duplex=False)
         self._report = open_memory()
 
         def work() -> int:
             self._writing.close()
-            return _run_rank(reading, folder, run)
+            return _run_rank(reading, folder)
 
         self.pid = _fork(work)
         reading.close()
@@ -182,7 +181,7 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -> int:
+def _run_rank(reading: Connection[Any, Any], folder: Path) -> int:
     """Wait for `ForkedRank.start`, then run the rank with the received arguments and environment.
     Return the exit code of the rank, or 0 if the launcher ends without a start.
     """
@@ -191,7 +190,7 @@ def _run_rank(reading: Connection[Any, Any], folder: Path, run: rank.RankMain) -
     except EOFError:
         return 0
     replace_environment(environment)
-    return rank.main(folder, run)
+    return rank.main(folder)
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.machine.files import RunFolder
-from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.imports import import_name, imports_without_gc
 from timm_parallel.machine.process import kill_on_parent_exit, start_clock
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.machine.secrets import HidingFormatter
@@ -56,15 +56,29 @@ RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
 STUCK_SECONDS = 8.0
 
 
-def main(folder: Path, run: RankMain) -> int:
+def main(folder: Path) -> int:
     """Train one rank with the config in a run folder. Environment variables hold the number of the
-    rank. Return the exit code. `run`: function that trains one rank.
+    rank. Return the exit code.
     """
     ranks = ranks_from_environment(os.environ) or Ranks()
     config = load_config(folder)
-    return run_rank(
-        run, config, folder, ranks, open_store(ranks) if config.parallel.has_ranks else None
-    )
+    store = open_store(ranks) if config.parallel.has_ranks else None
+    return run_rank(train, config, folder, ranks, store)
+
+
+def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | None) -> None:
+    """Train one rank of a run in this process. Torch and the project's code are imported here, so
+    that an import error becomes a failure record of the rank.
+    """
+    with imports_without_gc():
+        from timm_parallel.run.run import start_run
+
+        project = current()
+        # start_run calls this function, which imports most of the project.
+        import_name(project.build)
+        loop = import_name(config.train.loop or project.loop)
+    with start_run(config, folder, ranks, store).training() as training:
+        loop(training)
 
 
 def run_rank(

@@ -23,7 +23,7 @@ from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.launch import rendezvous
 from timm_parallel.launch.job import conclude, prepare
-from timm_parallel.launch.rank import RankMain, run_rank
+from timm_parallel.launch.rank import run_rank, train
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.launch.supervisor import run_agent
 from timm_parallel.machine.files import RunFolder
@@ -32,6 +32,8 @@ from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from timm_parallel.parallel.strategy import Strategy
 
 # Key under which the key-value store holds the path of the run folder, for ranks that torchrun
 # restarts.
@@ -60,20 +62,18 @@ def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
     rendezvous.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
 
 
-def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
+def run_rank_zero(config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
     """Write the files of the run folder, send the config to the other ranks, and train as rank 0.
-    Return the exit code. `run`: function that trains one rank.
+    Return the exit code.
     """
     prepare(config, folder)
     store = open_store(ranks)
     store.underlying_store.set(FOLDER, str(folder.resolve()))
     rendezvous.share_config(store, folder.resolve())
-    return _run_and_report(run, config, folder, ranks, store)
+    return _run_and_report(config, folder, ranks, store)
 
 
-def _run_and_report(
-    run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store
-) -> int:
+def _run_and_report(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store) -> int:
     """Train as this rank and return the exit code.
 
     If a run on one node fails, the rank that failed first completes result.json and prints the
@@ -97,7 +97,7 @@ def _run_and_report(
             print(node_end(ranks.node, folder, ended), file=console, flush=True)
         return 1
 
-    code = run_rank(run, config, folder, ranks, store, lambda: report_end(failed()))
+    code = run_rank(train, config, folder, ranks, store, lambda: report_end(failed()))
     if code > 128 and ranks.is_first:
         return report_end(replace(failed(), signal=code - 128))
     if 0 < code < 128:
@@ -130,15 +130,15 @@ def refuse_followers(ranks: Ranks, reason: str) -> None:
         rendezvous.refuse_others(open_store(ranks), ranks.world_size, reason)
 
 
-def run_follower(run: RankMain, ranks: Ranks) -> int:
+def run_follower(ranks: Ranks) -> int:
     """Wait for the config from rank 0, then train with it as a rank other than 0. Return the exit
-    code. `run`: function that trains one rank.
+    code.
     """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
     received = rendezvous.receive_config(store, ranks.rank)
     if not isinstance(received, str):
-        return _run_and_report(run, *received, ranks, store)
+        return _run_and_report(*received, ranks, store)
     if ranks.node > 0 and ranks.is_first_of_node:
         # Raise the reason on the first rank of each other node, so that the node's console shows
         # it. Rank 0 prints the reason on its own node.
@@ -175,10 +175,7 @@ def _refuse_elastic_nodes() -> None:
 
 
 def run_on_devices(
-    parallel: ResolvedParallel,
-    script: str,
-    arguments: list[str],
-    work: Callable[[Ranks, Store | None], None],
+    config: ResolvedConfig, script: str, arguments: list[str], work: Callable[[Strategy], None]
 ) -> int:
     """Run the function `work` in each rank, or in this process if the strategy has no ranks, for a
     script such as evaluate.py. Return the exit code.
@@ -186,16 +183,22 @@ def run_on_devices(
     If torchrun or srun started this process, it is one of the ranks. Otherwise this function starts
     the script again, as one rank per device of this machine.
 
-    `script`, `arguments`: path and arguments of the script. `work`: function of the rank's identity
-    and of the store through which the ranks find each other (None without ranks).
+    `script`, `arguments`: path and arguments of the script. `work`: function of the strategy, which
+    has set up the devices and joined the process group.
     """
-    ranks = ranks_from_environment(os.environ)
-    if parallel.has_ranks and ranks is None:
-        return start_as_ranks(parallel, script, arguments)
+    ranks, has_ranks = ranks_from_environment(os.environ), config.parallel.has_ranks
+    if has_ranks and ranks is None:
+        return start_as_ranks(config.parallel, script, arguments)
     if ranks is not None:
         kill_on_parent_exit()
+    from timm_parallel.parallel.strategy import build_strategy
+
     ranks = ranks or Ranks()
-    work(ranks, open_store(ranks) if parallel.has_ranks else None)
+    strategy = build_strategy(config, ranks, open_store(ranks) if has_ranks else None)
+    try:
+        work(strategy)
+    finally:
+        strategy.close()
     return 0
 
 

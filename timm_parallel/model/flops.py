@@ -51,7 +51,8 @@ def count_flops(task: Task[Any], networks: nn.Module, batch: Batch) -> int | Non
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), flop_counter() as counter:
-            copies = without_storage(networks)
+            # Copy the task too, because it may count samples in its attributes.
+            copies, task = without_storage(networks), copy.copy(task)
             for phase in task.phases:
                 losses, _ = task.losses(copies, batch, phase)
                 losses.sum().backward()

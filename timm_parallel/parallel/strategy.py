@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from timm_parallel.keys import STRATEGIES, ResolvedParallel, TrainConfig
+from timm_parallel.keys import STRATEGIES, ResolvedConfig, ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.process import start_clock
@@ -91,15 +91,6 @@ class Strategy:
         # the model.
         self.chosen: set[str] = set()
         self.buffers = BufferSync(self.group, config.dist_bn)
-
-    def choose_precision(self, train: TrainConfig) -> None:
-        """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes
-        it in hardware, else fp32. All ranks must call this function.
-        """
-        if train.precision == "auto":
-            own = all(_computes_bf16(device) for device in self.devices)
-            train.precision = "bf16" if all(self.group.gather(own)) else "fp32"
-            self.chosen.add("train.precision")
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         """Return the devices that this process drives."""
@@ -241,21 +232,35 @@ class Single(Strategy):
 
 
 def build_strategy(
-    config: ResolvedParallel, ranks: Ranks, store: Store | None, deterministic: bool = False
+    config: ResolvedConfig, ranks: Ranks | None = None, store: Store | None = None
 ) -> Strategy:
-    """Build the strategy of a resolved config, set up its devices and join the process group.
+    """Build the strategy of a resolved config, set up its devices and join the process group. Then
+    replace `auto` in train.precision of the config, because only the ranks know the devices.
 
-    All ranks must call this function. `deterministic`: the value of train.deterministic, which must
-    take effect before a device is used.
+    All ranks must call this function. `ranks`: identity of this rank; None: the only process.
+    `store`: key-value store through which the ranks find each other; None for a single process.
     """
     start_clock.end("imports")
-    if deterministic:
+    # This must take effect before a device is used.
+    if config.train.deterministic:
         use_deterministic_algorithms()
     built_in = {name: strategy.name for name, strategy in STRATEGIES.items()}
-    strategy = import_class("parallel.strategy", config.strategy, Strategy, built_in)
-    built = strategy(config, ranks, store)
+    name = config.parallel.strategy
+    strategy_class = import_class("parallel.strategy", name, Strategy, built_in)
+    strategy = strategy_class(config.parallel, ranks or Ranks(), store)
+    choose_precision(strategy, config.train)
     start_clock.end("devices")
-    return built
+    return strategy
+
+
+def choose_precision(strategy: Strategy, train: TrainConfig) -> None:
+    """Replace `auto` in train.precision: bf16 if every device of the run is a GPU that computes it
+    in hardware, else fp32. All ranks must call this function.
+    """
+    if train.precision == "auto":
+        own = all(_computes_bf16(device) for device in strategy.devices)
+        train.precision = "bf16" if all(strategy.group.gather(own)) else "fp32"
+        strategy.chosen.add("train.precision")
 
 
 def use_deterministic_algorithms() -> None:

@@ -237,14 +237,22 @@ def build_hooks(
     communication: Sequence[Communication],
     energy: Energy,
     total_steps: int,
-    untimed: int | None,
-    recorded: int | None,
 ) -> StepHooks:
-    """Build the hooks that time the steps of a training run, and profile some steps if requested.
+    """Build the hooks that time the steps of a training run, and profile train.profile_steps of
+    them.
 
-    `total_steps`: steps of the run. `untimed`: number of steps at the start of the run that are not
-    timed. `recorded`: number of these untimed steps to profile; None: no profile.
+    `total_steps`: steps of the run. Raises ValueError if no step is left to time after the profile.
     """
+    recorded, untimed = config.train.profile_steps, None
+    if recorded is not None:
+        # Steps of warm-up, one that starts the profiler, and the profiled ones.
+        untimed = WARM_UP_STEPS + 1 + recorded
+        if total_steps <= untimed:
+            raise ValueError(
+                f"train.profile_steps={recorded}: expected a run of {untimed + 1} steps or more "
+                f"(warm-up, recorded and timed ones), got {total_steps}; raise train.max_steps or "
+                "train.epochs"
+            )
 
     def start_measuring() -> None:
         for each in communication:

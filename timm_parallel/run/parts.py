@@ -1,13 +1,11 @@
-"""Objects that a project builds and the library uses: the training state, and the parts of a
-run.
-"""
+"""The training state, and the parts of a run."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +17,13 @@ from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import EvalLoader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
-from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
+from timm_parallel.model.checks import check_is_complete
 from timm_parallel.model.flops import count_flops
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
 from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
-from timm_parallel.run.meter import StepHooks, build_hooks
+from timm_parallel.run.meter import StepHooks
 from timm_parallel.run.progress import Progress
 from timm_parallel.run.telemetry import Telemetry
 from timm_parallel.task import Task
@@ -307,11 +304,8 @@ def _parameters_of_phases(
 
 @dataclass
 class RunParts:
-    """The objects of a training run on one rank: those that a project builds, such as dataset,
-    task, loaders and training state, and those that time its steps.
-
-    The constructor raises ValueError if a sharded model cannot be evaluated, or if BatchNorm cannot
-    train on the images of a device. All ranks must call it.
+    """The objects of a training run on one rank: those that a project builds, such as dataset and
+    task, loaders, training state, and what times the steps.
     """
 
     config: ResolvedConfig
@@ -327,33 +321,13 @@ class RunParts:
     eval_loaders: Mapping[str, EvalLoader]
     state: TrainState
     # Function that maps a batch to one with mixup or cutmix, or None.
-    mixing: Any = None
-    # Number of steps at the start that are not timed, and number of these to profile.
-    profiled: InitVar[tuple[int | None, int | None]] = (None, None)
+    mixing: Any
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
-    steps_per_epoch: int = field(init=False)
+    steps_per_epoch: int
     # That of each phase.
-    communication: list[Communication] = field(init=False)
-    telemetry: Telemetry = field(init=False)
-    hooks: StepHooks = field(init=False)
-
-    def __post_init__(self, profiled: tuple[int | None, int | None]) -> None:
-        start_clock.end("model")
-        config, strategy, state = self.config, self.strategy, self.state
-        if strategy.shards:
-            evaluated = evaluation_networks(state.evaluated(), config, strategy)
-            loader = next(iter(self.eval_loaders.values()))
-            check_sharded_model(evaluated, self.task, loader, strategy.group)
-        else:
-            check_batch_norm(state.model, self.train_loader, config)
-        self.steps_per_epoch, total_steps = config.train.count_steps(
-            self.train_loader.sampler.batches_per_epoch
-        )
-        self.communication = [strategy.communication(phase.wrapped) for phase in state.phases]
-        self.telemetry = Telemetry(strategy.devices, strategy.group)
-        self.hooks = build_hooks(
-            config, strategy, self.communication, self.telemetry.energy, total_steps, *profiled
-        )
+    communication: list[Communication]
+    telemetry: Telemetry
+    hooks: StepHooks
 
     @property
     def progress(self) -> Progress:

@@ -11,18 +11,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from timm_parallel.app import current
 from timm_parallel.config.compose import save_config
-from timm_parallel.errors import NotFiniteError
+from timm_parallel.errors import NotFiniteError, RefusedError
 from timm_parallel.faults.liveness import SAVING
+from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.files import RunFolder
+from timm_parallel.machine.imports import import_name
 from timm_parallel.machine.process import start_clock
+from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.networks import LOSS, Networks
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
@@ -35,7 +40,30 @@ from timm_parallel.run.run_result import describe_segments, make_result, new_seg
 from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 log = logging.getLogger(__name__)
+
+
+def start_run(
+    config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Store | None = None
+) -> Run:
+    """Build a run on this rank, and continue from the newest checkpoint in the run folder, if there
+    is one. All ranks must call this function.
+
+    `ranks`, `store`: as in `build_strategy`. Raises RefusedError if data, model, optimizer or
+    checkpoint do not fit the config.
+    """
+    # Seed every rank alike, so that every rank and every strategy starts from the same weights.
+    torch.manual_seed(config.seed)
+    try:
+        strategy = build_strategy(config, ranks, store)
+        return Run(import_name(current().build)(config, strategy), folder)
+    # These errors mean that data, model, optimizer or checkpoint do not fit the config, so the user
+    # must change it.
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 class Run:

@@ -222,4 +222,5 @@ def _warm_rank(
         spec = importlib.util.spec_from_file_location(first.stem, first)
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    exit_process(main(folder, app.find_app(app_name).train))
+    app.find_app(app_name)
+    exit_process(main(folder))

@@ -17,7 +17,7 @@ with suppress(ImportError):
 
 import timm_parallel.parallel.distributed
 import timm_parallel.parallel.fully_sharded
-from timm_parallel.app import find_app
+from timm_parallel.app import find_app, import_all
 from timm_parallel.config.compose import compose_command
 from timm_parallel.testing.configs import parse
 
@@ -25,7 +25,7 @@ if ranks.WARM_APP in os.environ:
     # The server does not inherit the module search path of pytest.
     sys.path.insert(0, os.environ[ranks.WARM_ROOT])
     app = find_app(os.environ[ranks.WARM_APP])
-    app.import_all()
+    import_all()
     # Compose a config once, which loads Hydra with its grammar and plugins. Do not resolve the
     # config here, because this would query the GPU driver.
     compose_command(parse(*app.trial))

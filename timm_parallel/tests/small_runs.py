@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small import training
 from small.app import app
 from small.config import ResolvedConfig
 from torch import Tensor
 
-from timm_parallel import Ranks, Run
+from timm_parallel.machine.ranks import Ranks
+from timm_parallel.run import run
+from timm_parallel.run.run import Run
 from timm_parallel.testing import configs
 
 PROJECT = Path(__file__).with_name("small_project")
@@ -37,12 +38,12 @@ def start_run(
 ) -> Run:
     """Build a run on this rank, and resume it if its folder has a checkpoint."""
     folder.mkdir(exist_ok=True)
-    return training.start(config, folder, ranks or Ranks(), store)
+    return run.start_run(config, folder, ranks, store)
 
 
-def take_steps(run: Run) -> Iterator[dict[str, float | None]]:
+def take_steps(started_run: Run) -> Iterator[dict[str, float | None]]:
     """Train a run to its end, and yield the numbers of each logged step."""
-    with run.training() as started:
+    with started_run.training() as started:
         for step in started.steps():
             numbers = step.train()
             started.log(numbers)

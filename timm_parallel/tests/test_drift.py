@@ -26,7 +26,7 @@ def checked(
     """Check a model that differs between two ranks. Return the result, or the error message."""
     config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
     prefix = f"{kinds} {apart} {check.__name__}"
-    strategy = build_strategy(config.parallel, ranks, PrefixStore(prefix, store))
+    strategy = build_strategy(config, ranks, PrefixStore(prefix, store))
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
     if ranks.rank == 1:

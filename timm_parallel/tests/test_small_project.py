@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from small import training
 from small.app import app
 from small.config import Config, DataConfig, ResolvedConfig
 from small.data import Scattered, Spots
@@ -28,9 +27,11 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
-from timm_parallel import Run, Training, compose, resolve
+from timm_parallel import Training, compose, resolve
+from timm_parallel.launch.rank import train
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
+from timm_parallel.run import run as runtime
 from timm_parallel.run.step import Step
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import read_lines
@@ -78,7 +79,7 @@ class Job:
 def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
     """Train jobs one after the other on this rank."""
 
-    class StoppingRun(Run):
+    class StoppingRun(runtime.Run):
         """Run that a signal stops in the step `stop_at`."""
 
         @contextmanager
@@ -104,13 +105,13 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
                 started.steps = stopping_steps  # type: ignore[method-assign]
                 yield started
 
-    training.Run = StoppingRun  # type: ignore[misc]
+    runtime.Run = StoppingRun  # type: ignore[misc]
     for number, job in enumerate(jobs):
         has_ranks = job.config.parallel.has_ranks
         own_store = distributed.PrefixStore(str(number), store) if has_ranks else None
         job.folder.mkdir(exist_ok=True)
         try:
-            training.train(job.config, job.folder, ranks, own_store)
+            train(job.config, job.folder, ranks, own_store)
             assert job.stop_at is None, "the run did not stop"
         except Stopped:
             if has_ranks:
@@ -284,7 +285,6 @@ REFUSED = {
     "data.name=spot": "did you mean spots",
     "model.name=small.model.Tin": "model.name=small.model.Tin: no such class",
     "train.task=positon": "did you mean position",
-    "train.loss=mae": "train.loss=mae: not supported",
     "checkpoint.metric=val/nea": "did you mean val/near",
     "parallel=eech": "each",
     "parallel.strategy=sngle": "did you mean single",

@@ -222,7 +222,7 @@ class HalfUsed(nn.Module):
 def two_steps(ranks: Ranks, store: Any, find: bool) -> str:
     finds = f"parallel.find_unused_parameters={'true' if find else 'null'}"
     config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", finds)
-    strategy = build_strategy(config.parallel, ranks, store)
+    strategy = build_strategy(config, ranks, store)
     task = task_of(2)
     wrapped = strategy.wrap(PhaseStep(task, Networks(task.networks(HalfUsed())), "train"))
     sample = Batch({"image": torch.ones(2, 4), "target": torch.tensor([0, 1])})

@@ -416,7 +416,7 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
             config.train.loss = f"{HERE}.{name}"
         else:
             config.model.name, config.model.kwargs = f"{HERE}.{name}", {}
-        strategy = build_strategy(config.parallel, ranks, PrefixStore(str(number), store))
+        strategy = build_strategy(config, ranks, PrefixStore(str(number), store))
         try:
             backward(build_run(config, strategy))
             messages.append("")

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from src.train.run import run
-from tests.template.runs import resolved, run_python, task_of
+from tests.template.runs import resolved, run_python, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import liveness
@@ -53,7 +52,7 @@ def by_the_clock(folder: Path, batch: int) -> float:
 def trained(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str, Any]:
     (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
+    train_run(resolved(*overrides), Path(folder), ranks, store if ranks.world_size > 1 else None)
     return vars(read_result(Path(folder)))
 
 
@@ -154,7 +153,7 @@ def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
     import torch.distributed as dist
 
     strategy = build_strategy(
-        resolved("parallel=ddp", "parallel.devices=2", "parallel.broadcast_buffers=true").parallel,
+        resolved("parallel=ddp", "parallel.devices=2", "parallel.broadcast_buffers=true"),
         ranks,
         store,
     )
@@ -205,7 +204,7 @@ def test_ddp_communication_time_matches_the_delay_added_by_a_comm_hook() -> None
 
 
 def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
-    strategy = build_strategy(resolved(*overrides).parallel, ranks, store)
+    strategy = build_strategy(resolved(*overrides), ranks, store)
     step = nn.Linear(8, 8)
     measured = (
         strategy.communication(step).seconds(),
@@ -390,16 +389,16 @@ def test_headspace_replays_batches_saves_nothing_and_marks_its_result(tmp_path: 
         "train.epochs=1000",
         "train.max_steps=26",
     )
-    run(config, folder, Ranks(), None)
+    train_run(config, folder)
     result = read_result(folder)
     assert result.steps == 26 and result.throughput["steps_timed"] == 20
     assert any("data.replay_batches=3" in flag for flag in result.flags)
     assert result.checkpoint is None and not [*folder.rglob("*.pt")]
     # A run that has a checkpoint is real training, so replaying batches must not continue it.
-    run(resolved("parallel=single", "train.max_steps=2"), folder, Ranks(), None)
+    train_run(resolved("parallel=single", "train.max_steps=2"), folder)
     assert read_result(folder).checkpoint is not None
     with pytest.raises(RefusedError, match=r"^data\.replay_batches=3: .*resume"):
-        run(config, folder, Ranks(), None)
+        train_run(config, folder)
 
 
 @pytest.mark.slow(seconds=4)
@@ -435,11 +434,7 @@ def test_profile_of_ddp_writes_a_trace_for_every_rank(tmp_path: Path) -> None:
 def test_profile_steps_is_refused_when_no_step_is_left_to_time_after_profiling(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Four epochs have twelve steps. With train.max_steps, the run fails before its ranks start.
-    With train.epochs, the run fails after the data are loaded, because the number of steps is
-    known only then.
-    """
-    # A refusal after the data are loaded raises RefusedError, which is a subclass of ValueError.
+    """Four epochs have twelve steps."""
     with pytest.raises(ValueError, match=r"train\.profile_steps=2") as refusal:
         profiled(Ranks(), None, str(tmp_path / "run"), "parallel=single", *overrides)
     message = str(refusal.value)

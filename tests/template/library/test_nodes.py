@@ -206,12 +206,7 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
             lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent),
         )
         assert torchrun.remembered_folder(second) is None
-        torchrun.run_rank_zero(
-            lambda *given: None,
-            resolved(*TWO),
-            tmp_path / job,
-            first,
-        )
+        torchrun.run_rank_zero(resolved(*TWO), tmp_path / job, first)
         assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
         assert torchrun.remembered_folder(first) is None
 

@@ -192,7 +192,7 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
         "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", "data.batch_size=8", "model.name=resnet10t",  # noqa: E501
         f"parallel.broadcast_buffers={broadcast}",
     )  # fmt: skip
-    strategy = build_strategy(config.parallel, ranks, store)
+    strategy = build_strategy(config, ranks, store)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)

@@ -155,7 +155,7 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
         "parallel.devices=2",
     )
     resolved = cast(ResolvedConfig, as_resolved(config))
-    strategy = build_strategy(resolved.parallel, ranks, store)
+    strategy = build_strategy(resolved, ranks, store)
     split = build_data_and_model(resolved, strategy).dataset.train
     strategy.close()
     return len(downloads), len(split), split[23][1]

@@ -20,14 +20,12 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.schema import Config, ResolvedConfig
-from src.train import run as lifecycle
-from tests.template.runs import resolved
+from tests.template.runs import resolved, train_run
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.config.validate import check_values
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.machine import signals
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion
@@ -116,7 +114,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_path: Path) -> None:
-    lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
+    train_run(config_with(kept=Kept), tmp_path)
     numbers = [
         (step, values)
         for kind, step, values in (call for call in Kept.calls if call[0] == "numbers")
@@ -182,7 +180,7 @@ def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
 
         monkeypatch.setattr(Training, "_end_epoch", end_epoch)
         with pytest.raises(type(error)):
-            lifecycle.run(config_with(kept=Kept), tmp_path, Ranks(), None)
+            train_run(config_with(kept=Kept), tmp_path)
         assert Kept.calls[-1] == ("end", status, {})
 
 
@@ -190,7 +188,7 @@ def test_tracker_receives_status_failed_or_interrupted_when_the_run_raises(
 def test_run_continues_without_a_failing_tracker_and_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tracker]
 ) -> None:
-    lifecycle.run(config_with(first=kind, kept=Kept), tmp_path, Ranks(), None)
+    train_run(config_with(first=kind, kept=Kept), tmp_path)
     assert (tmp_path / "result.json").exists() and Kept.calls[-1][:2] == ("end", "done")
     (line,) = warnings(caplog)
     assert line.startswith("tracker first: ") and "pass1234" not in line and "\n" not in line
@@ -211,7 +209,7 @@ def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_other_track
         join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", recorded)
-    lifecycle.run(config_with(first=Hanging, kept=Kept), tmp_path, Ranks(), None)
+    train_run(config_with(first=Hanging, kept=Kept), tmp_path)
     # The run must wait only once for the tracker, although the run closes its files a second time.
     assert len(waits) == 1 and waits[0] <= 0.8
     assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]

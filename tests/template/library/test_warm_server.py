@@ -244,12 +244,13 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     def run(*given: Any) -> None:
         seen.write_text(f"{os.environ['OF_THE_JOB']} {hardware.has_initialized_driver}")
 
+    monkeypatch.setattr(rank, "train", run)
     monkeypatch.setattr(hardware, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
     environment, parent = {**os.environ, "OF_THE_JOB": "yes"}, os.getpid()
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: fork_server._run_job(parent, run, folder, environment, []))
+        run_and_exit(lambda: fork_server._run_job(parent, folder, environment, []))
     os.waitpid(pid, 0)
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
@@ -262,18 +263,19 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
     def run(*given: Any) -> None:
         raise ValueError("the disk is full")
 
+    monkeypatch.setattr(rank, "train", run)
     monkeypatch.setattr(rank, "write_failure", lambda folder, record: None)
     folder, parent = frozen(tmp_path / "job"), os.getpid()
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: fork_server._run_job(parent, run, folder, os.environ.copy(), []))
+        run_and_exit(lambda: fork_server._run_job(parent, folder, os.environ.copy(), []))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
 
 
 def test_forked_rank_that_got_no_job_ends_when_the_with_block_ends(tmp_path: Path) -> None:
-    with fork_server.ForkedRank(tmp_path, lambda *given: None) as forked:
+    with fork_server.ForkedRank(tmp_path) as forked:
         os.kill(forked.pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(forked.pid, 0)

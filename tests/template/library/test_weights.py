@@ -25,7 +25,6 @@ from src.models.build import build_model
 from src.schema import ModelConfig
 from src.train.build import build_data_and_model
 from tests.template.runs import draw_images, resolved
-from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.weights import load_weights
 from timm_parallel.parallel.strategy import build_strategy
 
@@ -97,9 +96,11 @@ def test_data_mean_defaults_to_the_mean_in_the_weights_checkpoint_when_channels_
     config = resolved(
         "data=folder", f"data.root={tmp_path}", f"model.weights={tmp_path / 'best.pt'}", *overrides
     )
-    built = build_data_and_model(config, build_strategy(config.parallel, Ranks(), None))
+    built = build_data_and_model(config, build_strategy(config))
     assert built.preprocessing.mean == expected
-    assert torch.allclose(built.prefetcher.mean.flatten() / 255, torch.tensor(expected))
+    assert torch.allclose(
+        built.eval_loaders["val"].prefetcher.mean.flatten() / 255, torch.tensor(expected)
+    )
 
 
 def test_weights_with_another_class_count_leave_the_head_random_and_list_unused_tensors(

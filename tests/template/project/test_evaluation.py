@@ -29,7 +29,6 @@ from timm_parallel.config.compose import save_config
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
-from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
@@ -119,22 +118,20 @@ def test_bce_evaluation_and_prediction_ignore_outputs_beyond_the_classes_of_the_
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-5)
     photos.mkdir()
     Image.fromarray(data.images[0][0].numpy()).save(photos / "digit.png")
-    single = ResolvedParallel(strategy="single", accelerator="cpu")
-    request = PredictionRequest(run, photos, None, None, 10, 1, 0, single)
-    (actual,) = predict(request, Ranks(), None).values()
+    request = PredictionRequest(run, photos, None, None, 10, 1, 0)
+    (actual,) = predict(request, cpu_strategy()).values()
     assert actual is not None
     shares = [actual[f"probability_{place}"] for place in range(1, 11)]
     assert shares == pytest.approx(sorted(odds[0].tolist(), reverse=True), rel=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["in the data", "in evaluating"])
-def test_failed_evaluation_closes_loaders_and_strategy(
+def test_failed_evaluation_closes_loaders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Loader workers ignore SIGTERM, so the interpreter would wait for open loaders at exit."""
     closed: list[str] = []
     monkeypatch.setattr(Loader, "close", lambda loader: closed.append("loader"))
-    monkeypatch.setattr(Single, "close", lambda strategy: closed.append("strategy"))
     if fault == "in evaluating":
         monkeypatch.setattr("src.commands.evaluate.evaluate", lambda *_, **__: 1 / 0)
     config = resolved("parallel=single", "parallel.accelerator=cpu", "model=tiny")
@@ -143,8 +140,8 @@ def test_failed_evaluation_closes_loaders_and_strategy(
     monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
     split = "val" if fault == "in evaluating" else "other"
     with pytest.raises((ZeroDivisionError, ValueError)):
-        next(evaluate_config(config, None, split, None, Ranks(), None))
-    assert closed == ["loader", "loader", "strategy"]
+        next(evaluate_config(config, cpu_strategy(), None, split, None))
+    assert closed == ["loader", "loader"]
 
 
 @pytest.mark.processes

@@ -28,7 +28,7 @@ from timm_parallel.launch.resume import (
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice, Driver
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.strategy import Strategy
+from timm_parallel.parallel.strategy import choose_precision
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
@@ -66,11 +66,11 @@ def test_precision_auto_is_bf16_if_all_devices_of_all_ranks_compute_it_in_hardwa
     group = SimpleNamespace(gather=gather)
     strategy: Any = SimpleNamespace(devices=devices, group=group, chosen=set())
     train = TrainConfig()
-    Strategy.choose_precision(strategy, train)
+    choose_precision(strategy, train)
     assert (train.precision, gathered) == (expected, [others[0]])
     assert strategy.chosen == {"train.precision"}
     given = TrainConfig(precision="fp16")
-    Strategy.choose_precision(strategy, given)
+    choose_precision(strategy, given)
     assert given.precision == "fp16"
 
 

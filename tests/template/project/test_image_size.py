@@ -25,8 +25,7 @@ from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.models.preprocessing import preprocessing_for
 from src.schema import AugmentConfig, DataConfig
-from tests.template.runs import run_warm
-from timm_parallel.machine.ranks import Ranks
+from tests.template.runs import cpu_strategy, run_warm
 from timm_parallel.record.result import read_result
 
 SIZES = ((50, 80), (80, 50), (31, 200))
@@ -182,8 +181,8 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert losses[0] == pytest.approx(result.val["loss"], rel=1e-6)
     # Another crop mode shows the model other pixels.
     assert len(set(losses)) == 3
-    request = PredictionRequest(run, images / "val", "last", None, 2, 4, 0, loaded.config.parallel)
-    predictions = predict(request, Ranks(), None)
+    request = PredictionRequest(run, images / "val", "last", None, 2, 4, 0)
+    predictions = predict(request, cpu_strategy())
     right = [
         values["class_1"] == Path(path).parent.name
         for path, values in predictions.items()

@@ -198,7 +198,7 @@ def test_keys_of_a_phase_change_its_optimizer_alone() -> None:
     config.optim.of = {"critic": {"opt": "sgd", "lr": 0.02}}
     strategy: Any = SimpleNamespace(shards=False, device=torch.device("cpu"))
     built = {
-        phase: build_learning(config, strategy, 5, phase, {phase: nn.Linear(2, 2)}).optimizer
+        phase: build_learning(config, strategy, phase, {phase: nn.Linear(2, 2)}, 5).optimizer
         for phase in ("model", "critic")
     }
     of_phase = {name: (type(of).__name__, of.param_groups[0]["lr"]) for name, of in built.items()}

@@ -23,12 +23,12 @@ from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
-from tests.template.runs import assert_equal_trees, run_warm
+from tests.template.runs import assert_equal_trees, cpu_strategy, run_warm
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
+from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished
@@ -52,13 +52,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
-    parallel = ResolvedParallel(
-        strategy=more.pop("parallel", "single"),
-        devices=more.pop("devices", 1),
-        accelerator="cpu",
-        threads_per_device=1,
-        backend="gloo",
-    )
     defaults: dict[str, Any] = {
         "checkpoint": None,
         "weights": None,
@@ -66,11 +59,11 @@ def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
         "batch_size": 32,
         "workers": 0,
     }
-    return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
+    return PredictionRequest(run=run, images=images, **(defaults | more))
 
 
-def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
-    return predict(what, ranks, store)
+def predicted(ranks: Ranks, store: Any, what: PredictionRequest, parallel: str) -> Predictions:
+    return predict(what, cpu_strategy(parallel, max(2, ranks.world_size), ranks, store))
 
 
 def shares_of(values: dict[str, Any]) -> list[float]:
@@ -81,7 +74,7 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
     finished_run: Finished, digits: Path
 ) -> None:
     """topk exceeds the number of classes, so the table has all classes."""
-    actual = predict(wanted(finished_run.folder, digits, topk=99), Ranks(), None)
+    actual = predict(wanted(finished_run.folder, digits, topk=99), cpu_strategy())
     assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
     assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
     read = {path: values for path, values in actual.items() if values is not None}
@@ -101,10 +94,10 @@ def test_predict_states_which_files_are_no_images(
     for name in ("a.heic", "b.heic", "c\x1b.raw", "no_suffix"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"no image.*\.heic \(2\)"):
-        predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+        predict(wanted(finished_run.folder, tmp_path), cpu_strategy())
     Image.new("L", (8, 8)).save(tmp_path / "d.png")
     (tmp_path / ".cache").mkdir()
-    predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    predict(wanted(finished_run.folder, tmp_path), cpu_strategy())
     err = capsys.readouterr().err
     for shown in (".heic (2)", ".raw (1)", "no suffix (1)", "folder .cache (1)"):
         assert shown in err
@@ -140,9 +133,9 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
-    what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
-    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
-    for actual in in_ranks(predicted, world, what):
+    what = wanted(finished_run.folder, digits)
+    alone = predict(what, cpu_strategy())
+    for actual in in_ranks(predicted, world, what, parallel):
         assert list(actual) == list(alone)
         for one, other in zip(actual.values(), alone.values(), strict=True):
             assert (one is None) == (other is None)
@@ -164,15 +157,16 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     tasks = {"STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2"}
     for name, value in {**dict.fromkeys(SRUN, "0"), **tasks}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    given: list[Ranks] = []
+    given: list[Any] = []
     monkeypatch.setattr("timm_parallel.launch.torchrun.kill_on_parent_exit", lambda: None)
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
 
-    def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> dict[str, Any]:
+    def build(config: Any, ranks: Ranks, store: Any) -> Strategy:
         given.append(ranks)
-        return {}
+        return cpu_strategy()
 
-    monkeypatch.setattr("src.commands.predict.predict", predict)
+    monkeypatch.setattr("timm_parallel.parallel.strategy.build_strategy", build)
+    monkeypatch.setattr("src.commands.predict.predict", lambda *given: {})
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]

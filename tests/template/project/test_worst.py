@@ -23,6 +23,7 @@ from tests.template.runs import resolved, run_warm
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.task import Evaluation, Task
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.ranks import in_ranks
@@ -45,7 +46,8 @@ def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
         compose_evaluation(Path(run), words, None if store is None else ranks)
     )
     options: Any = {"worst": 7, "page": Path(page)}
-    assert list(evaluate_config(config, Path(run), "val", "last", ranks, store, **options))
+    strategy = build_strategy(config, ranks, store)
+    assert list(evaluate_config(config, strategy, Path(run), "val", "last", **options))
 
 
 @pytest.mark.slow(seconds=3)

@@ -14,7 +14,8 @@ app = App(
     root=Path(__file__).resolve().parents[1],
     config=Config,
     resolved=ResolvedConfig,
-    run="small.training.train",
+    build="small.training.build",
+    loop="small.training.train",
     rules="small.config.problems",
     tasks={
         "position": "small.task.Position",

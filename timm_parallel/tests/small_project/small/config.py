@@ -15,7 +15,6 @@ from timm_parallel import key, option_problems
 FIXED = {
     "model.pretrained": False,
     "model.weights": None,
-    "train.loss": "",
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_parallel import Ranks, Strategy
+from timm_parallel import Strategy
 
 
 class Each(Strategy):
@@ -16,7 +16,7 @@ class Each(Strategy):
 
     process_per_device = True
 
-    def choose_devices(self, ranks: Ranks) -> list[torch.device]:
+    def choose_devices(self, ranks: Any) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def wrap(self, step: Any) -> nn.Module:
