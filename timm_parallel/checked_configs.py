@@ -34,7 +34,7 @@ from timm_parallel.keys import (
 from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.metric import LOSS, Metric, metric_name
-from timm_parallel.task import Task
+from timm_parallel.task import Task, find_task
 
 # Config keys that evaluate.py accepts with run=<folder>, and config keys that it accepts without
 # run.
@@ -167,7 +167,7 @@ def _task_problems(config: Config) -> Iterator[str]:
     task. Replace checkpoint.metric=auto by the headline of the task first.
     """
     train, name = config.train, config.train.task
-    task = Task.find(name)
+    task = find_task(name)
     choose_headline(config)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     for key, metric, allowed in (
@@ -190,7 +190,7 @@ def _task_problems(config: Config) -> Iterator[str]:
 def choose_headline(config: Config) -> None:
     """Replace checkpoint.metric=auto by the headline of the task."""
     if config.checkpoint.metric == "auto":
-        config.checkpoint.metric = f"val/{Task.find(config.train.task).headline}"
+        config.checkpoint.metric = f"val/{find_task(config.train.task).headline}"
 
 
 def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:
@@ -250,7 +250,7 @@ def metric_of(task: str, measure: str) -> Metric:
     """Return the Metric that a value of optimized_metric names, e.g. val/loss_best. Raises
     ValueError if the task has none. `task`: value of train.task.
     """
-    known = {"images_per_sec": Metric(), "loss": LOSS, **Task.find(task).metrics}
+    known = {"images_per_sec": Metric(), "loss": LOSS, **find_task(task).metrics}
     name = metric_name(measure)
     if name not in known:
         raise ValueError(f"{measure}: not a metric of the task {task}{hint(name, known)}")

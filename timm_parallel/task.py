@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from timm_parallel.app import current
 from timm_parallel.batch import Batch
@@ -20,13 +18,10 @@ from timm_parallel.metric import Metric
 from timm_parallel.parallel.group import ProcessGroup
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 C = TypeVar("C", bound=ResolvedConfig)
-# Training options that only some tasks support. A config that uses an option with another task is
-# rejected.
-OPTIONS = ("mixup", "erasing", "auto_augment", "smoothing", "class_weights", "balance")
 
 
 @dataclass
@@ -41,25 +36,8 @@ class Evaluation:
     # Indices [N] of all readable samples, in the order of the dataset, and what `Task.rows` returns
     # for them, each [N, …]. None unless the evaluation was asked to keep them (keep_rows).
     rows: tuple[Tensor, ...] | None = None
-    # What `Task.losses_and_pictures` returns for these samples, in the same order. None unless the
-    # evaluation was asked to keep it (keep_losses).
-    losses: tuple[Tensor, ...] | None = None
-
-    def table(self, split: Any, task: Task[Any]) -> pd.DataFrame:
-        """Build a table of predictions with one row per image. The columns are the path of the
-        image (or its index) and the columns of the task. The evaluation must have been run with
-        keep_rows.
-
-        `split`: the evaluated split of the dataset.
-        """
-        import pandas as pd
-
-        assert self.rows is not None
-        files = getattr(split, "files", None)
-        paths = [str(files[index][0]) if files else index for index in self.rows[0].tolist()]
-        # With another type, pandas would use pyarrow, if it is installed, and fail for a name that
-        # is not UTF-8.
-        return pd.DataFrame({"path": paths, **task.table(self)}, dtype=object)
+    # What the function `keep` of `evaluate` returned for these samples, in the same order.
+    kept: tuple[Tensor, ...] | None = None
 
 
 class Targets:
@@ -109,8 +87,6 @@ class Task(Targets, Generic[C]):
     # a name that the project invents. The class of a dataset lists its types in `targets`. `none`
     # accepts any dataset and ignores its targets.
     target: ClassVar[str] = "label"
-    # Word for the model outputs in the console lines of a run, e.g. `classes`.
-    names_are: ClassVar[str] = "classes"
     # Phases of a training step, in order: name -> names of the networks that it trains. Each has an
     # optimizer, whose keys are those of `optim` and of `optim.of.<phase>`.
     phases: Mapping[str, tuple[str, ...]] = {"train": ("model",)}
@@ -120,13 +96,8 @@ class Task(Targets, Generic[C]):
     metrics: Mapping[str, Metric] = {}
     # Metric by which the best checkpoint is chosen, if checkpoint.metric is auto.
     headline: ClassVar[str] = "loss"
-    # Training options (entries of OPTIONS) that this task supports.
-    applies: ClassVar[tuple[str, ...]] = ()
     # Dataclass of the task's options: the keys of train.task_kwargs, each with a default.
     Options: ClassVar[type[Any]] = NoOptions
-    # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
-    # refuses to overwrite these files.
-    endings: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: C, names: Sequence[str]) -> None:
         """`names`: the meaning of each model output, from the dataset. They are class names, or
@@ -137,47 +108,6 @@ class Task(Targets, Generic[C]):
         # Collectives of the ranks, for a loss over all samples of a step (`ranks.gather_rows`). A
         # run replaces those of one process by its own.
         self.ranks = ProcessGroup(Ranks())
-
-    @staticmethod
-    def find(name: str) -> type[Task[Any]]:
-        """Import the task class that a value of `train.task` names. Raises ValueError if the class
-        does not extend Task.
-        """
-        return import_class("train.task", name, Task, current().tasks)
-
-    # Methods for the data of the task.
-
-    def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
-        """Build the augmentation of training samples, a function (uint8 image, target) -> (image,
-        target). Return None if samples are not augmented.
-
-        `size`: height and width in pixels. `resize`: True if images may have another size. `mean`:
-        mean of each image channel, from 0 to 1. The function must draw random numbers from the
-        global generators of torch, random and numpy, which are seeded for each sample. If it has a
-        method `start_epoch(epoch)`, this is called before the samples of an epoch.
-        """
-        raise NotImplementedError
-
-    def preprocessing(self, given: Any) -> Any:
-        """Return the preprocessing of evaluation images, which checkpoints and exports store.
-        `given`: the preprocessing that the config, the dataset and the model define. A task may
-        return a changed copy.
-        """
-        return given
-
-    def evaluation_transform(self, preprocessing: Any) -> Any:
-        """Build the preprocessing of evaluation samples, a function (uint8 image, target) ->
-        (image, target).
-        """
-        raise NotImplementedError
-
-    def batch_augmentation(self, rows: Any, size: tuple[int, int]) -> Any:
-        """Build an augmentation of whole batches, which replaces `train_transform`. Return None if
-        there is none.
-
-        `rows`: the training split, if it is in memory. `size`: height and width in pixels.
-        """
-        return None
 
     # What is learned.
 
@@ -227,11 +157,6 @@ class Task(Targets, Generic[C]):
         """
         return networks.model(batch.image).float()[:, : self.num_outputs]
 
-    @property
-    def evaluates_one_by_one(self) -> bool:
-        """True if evaluation images keep their own sizes, so that they cannot form a batch."""
-        return False
-
     def check_outputs(self, outputs: Any, batch: Batch) -> None:
         """Raise ValueError if what `predict` returns for a first batch does not fit the task."""
 
@@ -240,31 +165,6 @@ class Task(Targets, Generic[C]):
         equal in all batches.
         """
         return outputs, batch.target
-
-    def losses_and_pictures(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the loss of each sample [B], and tensors [B, …] that `picture` needs to show the
-        outputs. Raises ValueError if the task has no loss of a sample.
-        """
-        raise ValueError(
-            f"worst: train.task={self.config.train.task} has no loss of a single image; remove "
-            "this option"
-        )
-
-    def picture(self, image: Any, target: Any, outputs: tuple[Tensor, ...]) -> Any:
-        """Draw a sample with its target and the outputs of the model, as a PIL image. The base
-        class returns the image itself.
-
-        `image`: RGB PIL image. `outputs`: the tensors of `losses_and_pictures` for this sample,
-        without the loss.
-        """
-        return image
-
-    @property
-    def checked_metrics(self) -> dict[str, Metric]:
-        """Metrics that evaluate.py computes, by name. They may be more than those of a training
-        run.
-        """
-        return dict(self.metrics)
 
     # Presentation, which is optional.
 
@@ -287,36 +187,9 @@ class Task(Targets, Generic[C]):
         """
         return {}
 
-    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
-        """Build the columns of the prediction table that evaluate.py writes, from
-        `evaluation.rows`. Return a dictionary from column name to one value per image. Raises
-        ValueError if the task has no table.
-        """
-        raise ValueError(
-            f"predictions: train.task={self.config.train.task} has no table of predictions; remove "
-            "this option"
-        )
 
-    def predictions(self, outputs: Any, topk: int) -> dict[str, list[Any]]:
-        """Build the columns of the table that predict.py writes, from the outputs of a batch.
-        Return a dictionary from column name to one plain value per image. `topk`: number of classes
-        to include, for tasks with classes. By default, there is a column per name of the dataset,
-        or else one per tensor of the outputs.
-        """
-        leaves = tree_leaves(outputs)
-        if len(leaves) == 1 and leaves[0].shape[1:] == (len(self.names),):
-            return dict(zip(self.names, leaves[0].T.tolist(), strict=True))
-        names = [f"output_{number}" for number in range(1, len(leaves) + 1)]
-        return dict(zip(names, (leaf.tolist() for leaf in leaves), strict=True))
-
-    def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
-        """Write the prediction of one image as files into `folder`. Raises ValueError if the task
-        writes no files.
-
-        `scores`: scores of the image. `image`: its path. `name`: name of the files without suffix,
-        which may include subfolders.
-        """
-        raise ValueError(
-            f"folder={folder}: train.task={self.config.train.task} writes no files per image; "
-            "remove this option"
-        )
+def find_task(name: str) -> type[Task[Any]]:
+    """Import the task class that a value of `train.task` names. Raises ValueError if the class does
+    not extend Task.
+    """
+    return import_class("train.task", name, Task, current().tasks)

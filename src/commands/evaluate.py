@@ -17,11 +17,11 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
 from src.schema import ResolvedConfig
+from src.tasks.images import ImageTask
 from src.train.build import DataAndModel, build_data_and_model
 from timm_parallel import (
     Evaluation,
     Strategy,
-    Task,
     build_networks,
     check_networks,
     evaluate,
@@ -107,7 +107,7 @@ def evaluate_config(
                 strategy.group,
                 metrics=task.checked_metrics,
                 keep_rows=keeps_rows,
-                keep_losses=is_shown,
+                keep=task.losses_and_pictures if is_shown else None,
             )
             # evaluate() returns None only after a stop request, which evaluate.py does not pass.
             assert evaluation is not None
@@ -117,7 +117,7 @@ def evaluate_config(
                     evaluation, getattr(dataset, name), task, worst
                 )
             if keeps_rows and strategy.is_first:
-                rows = evaluation.table(getattr(dataset, name), task)
+                rows = table_of(evaluation, getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
             source = (
                 {"checkpoint": str(path), "weights": evaluated}
@@ -140,21 +140,33 @@ def evaluate_config(
             print(f"page         {page}", file=sys.stderr)
 
 
-def has_table(task: Task[Any]) -> bool:
+def has_table(task: ImageTask) -> bool:
     """Return True if a task gives its predictions as a table."""
-    return type(task).table is not Task.table
+    return type(task).table is not ImageTask.table
+
+
+def table_of(evaluation: Evaluation, split: Any, task: ImageTask) -> pd.DataFrame:
+    """Build a table of predictions with one row per image. The columns are the path of the image
+    (or its index) and the columns of the task. `evaluation`: must have been run with keep_rows.
+    """
+    assert evaluation.rows is not None
+    files, indices = getattr(split, "files", None), evaluation.rows[0].tolist()
+    paths = [str(files[index][0]) if files else index for index in indices]
+    # With another type, pandas would use pyarrow, if it is installed, and fail for a name that is
+    # not UTF-8.
+    return pd.DataFrame({"path": paths, **task.table(evaluation)}, dtype=object)
 
 
 def worst_images(
-    evaluation: Evaluation, split: Any, task: Task[Any], count: int
+    evaluation: Evaluation, split: Any, task: ImageTask, count: int
 ) -> list[tuple[Image.Image, list[str]]]:
     """Return the `count` images of a split with the highest loss as pictures, highest first, each
-    with lines that describe it. `evaluation`: must have been run with keep_losses.
+    with lines that describe it. `evaluation`: must have kept `losses_and_pictures`.
     """
-    assert evaluation.rows is not None and evaluation.losses is not None
-    losses, *others = evaluation.losses
+    assert evaluation.rows is not None and evaluation.kept is not None
+    losses, *others = evaluation.kept
     if has_table(task):
-        table = evaluation.table(split, task)
+        table = table_of(evaluation, split, task)
     else:
         table = pd.DataFrame({"index": evaluation.rows[0].tolist()})
     images = []

@@ -14,9 +14,9 @@ from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
+from src.tasks.images import ImageTask, find_task
 from timm_parallel import (
     Networks,
-    Task,
     as_size,
     build_networks,
     load_config,
@@ -33,7 +33,7 @@ class Trained:
     networks: Networks
     config: ResolvedConfig
     preprocessing: Preprocessing
-    task: Task[ResolvedConfig]
+    task: ImageTask
     checkpoint: Path
     # The set of weights that the model has: model (raw) or ema (averaged).
     weights: str
@@ -71,7 +71,7 @@ def load_trained(
     untrained = replace(
         config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False
     )
-    task = Task.find(config.train.task)(config, contents["classes"])
+    task = find_task(config.train.task)(config, contents["classes"])
     model = build_model(
         untrained,
         task.num_outputs,

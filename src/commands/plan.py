@@ -21,12 +21,12 @@ from src.app import app
 from src.models.build import build_model
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
+from src.tasks.images import ImageTask, find_task
 from src.train.optim import build_optimizer
 from timm_parallel import (
     Batch,
     ImageDataset,
     Networks,
-    Task,
     as_size,
     autocast,
     batches_per_epoch,
@@ -101,7 +101,7 @@ def plan(
     if sizes is None:
         images = load_dataset(config)
     else:
-        target = Task.find(config.train.task).target
+        target = find_task(config.train.task).target
         images = Sizes(*sizes, config.model.in_chans or 3, target)
     # The values of the weights do not change a plan, so no file is read and nothing is downloaded.
     config.model.pretrained, config.model.weights = False, None
@@ -152,7 +152,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     steps_per_epoch, steps = train.count_steps(batches)
     chunk = math.ceil(batch / devices)
     sides = config.data.image_size or images.image_size
-    task = Task.find(config.train.task)(config, images.target_names)
+    task = find_task(config.train.task)(config, images.target_names)
     # Build the model on the device meta. Fake tensors would not work, because timm reads values of
     # some tensors while it builds a model.
     with torch.device("meta"):
@@ -193,7 +193,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
 
 def _sample(
     config: ResolvedConfig,
-    task: Task[ResolvedConfig],
+    task: ImageTask,
     images: ImageDataset,
     pixels: tuple[int, int],
 ) -> Batch:
@@ -212,7 +212,7 @@ def _sample(
 
 
 def _step(
-    config: ResolvedConfig, model: nn.Module, task: Task[ResolvedConfig], batch: Batch
+    config: ResolvedConfig, model: nn.Module, task: ImageTask, batch: Batch
 ) -> tuple[int, int] | None:
     """Run a training step on a fake batch of one device. Return the FLOPs of its forward and
     backward passes, and its memory; None if the losses need values of tensors.

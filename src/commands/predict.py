@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
+from src.tasks.images import find_task
 from timm_parallel import (
     Batch,
     Files,
     Networks,
     Strategy,
-    Task,
     build_eval_loaders,
     evaluation_networks,
     load_config,
@@ -70,7 +70,7 @@ def predict(request: PredictionRequest, strategy: Strategy) -> Predictions:
     if notes and strategy.is_first:
         print(f"note: {notes}", file=sys.stderr)
     paths = [path for path, _ in files]
-    endings = Task.find(load_config(request.run).train.task).endings
+    endings = find_task(load_config(request.run).train.task).endings
     names = _file_names(request, paths, endings)
     # Check on one rank, because the first rank writes files before the last rank has started.
     if strategy.is_first:
@@ -163,7 +163,8 @@ def _loader(
             "gray and RGB files only; use evaluate.py predictions=<file> with a dataset of your own"
         )
     mode = "L" if channels == 1 else "RGB"
-    preprocessing, is_single = trained.preprocessing, trained.task.evaluates_one_by_one
+    preprocessing = trained.preprocessing
+    is_single = trained.task.evaluation_transform(preprocessing) is None
     per_rank = 1 if is_single else request.batch_size
     transform = None if is_single else OnImage(evaluation_transform(preprocessing))
     loaders = build_eval_loaders(

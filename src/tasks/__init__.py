@@ -1,7 +1,7 @@
 """Tasks: each file defines targets, losses, metrics and augmentation of one task, such as
 classification.
 
-To add a task, write a class in this folder that extends Task (timm_parallel/task.py), and set
+To add a task, write a class in this folder that extends ImageTask (images.py), and set
 `train.task=src.tasks.<module>.<Class>`.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from src.schema import Config, TrainConfig
-from src.tasks.images import LossTask
+from src.tasks.images import LossTask, find_task
 from timm_parallel import Task, is_own_class
 
 
@@ -19,7 +19,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each key of the groups train and data that does not fit train.task
     or train.loss.
     """
-    train, data, task = config.train, config.data, Task.find(config.train.task)
+    train, data, task = config.train, config.data, find_task(config.train.task)
     yield from loss_problems(train, task)
     for phase in config.optim.of:
         if phase not in task.phases:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from src.data.transforms import (
     OnImage,
@@ -16,12 +19,14 @@ from src.data.transforms import (
     evaluation_transform,
     train_transform,
 )
-from src.schema import ResolvedConfig
+from src.schema import TASKS, ResolvedConfig
 from timm_parallel import (
     Batch,
+    Evaluation,
     InMemory,
     Metric,
     Task,
+    import_class,
     import_name,
     refuse_wrong_arguments,
     to_double,
@@ -41,27 +46,119 @@ class Loss:
     # Function that maps scores [B, …] and targets [B, …] to the loss of each sample [B], for
     # evaluation.
     of_samples: Callable[[Tensor, Tensor], Tensor]
-    # Training options (entries of timm_parallel.OPTIONS) that this loss reads.
+    # Training options (entries of `ImageTask.applies`) that this loss reads.
     reads: tuple[str, ...] = ()
 
 
 class ImageTask(Task[ResolvedConfig]):
-    """Base class of tasks that augment and prepare images as timm does. Transforms leave the
-    targets as they are.
+    """Base class of tasks. It adds to Task what the code of src/ asks a task for: transforms of
+    images, as in timm, and tables and files of predictions.
     """
 
+    # Training options that this task supports, of mixup, erasing, auto_augment, smoothing,
+    # class_weights and balance. A config that uses another one is rejected.
+    applies: ClassVar[tuple[str, ...]] = ()
+    # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
+    # refuses to overwrite these files.
+    endings: ClassVar[tuple[str, ...]] = ()
+
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
+        """Build the augmentation of training samples, a function (uint8 image, target) -> (image,
+        target). Return None if samples are not augmented. Here it leaves targets as they are.
+
+        `size`: height and width in pixels. `resize`: True if images may have another size. `mean`:
+        mean of each image channel, from 0 to 1. The function must draw random numbers from the
+        global generators of torch, random and numpy, which are seeded for each sample. If it has a
+        method `start_epoch(epoch)`, this is called before the samples of an epoch.
+        """
         data = self.config.data
         return OnImage.of(train_transform(data.augment, size, resize, mean, data.crop_mode))
 
+    def preprocessing(self, given: Preprocessing) -> Preprocessing:
+        """Return the preprocessing of evaluation images, which checkpoints and exports store.
+        `given`: the preprocessing that the config, the dataset and the model define. A task may
+        return a changed copy.
+        """
+        return given
+
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
+        """Build the preprocessing of evaluation samples, a function (uint8 image, target) ->
+        (image, target). Return None if images keep their own sizes; they are then evaluated one by
+        one.
+        """
         return OnImage(evaluation_transform(preprocessing))
 
     def batch_augmentation(self, rows: InMemory | None, size: tuple[int, int]) -> Any:
+        """Build an augmentation of whole batches, which replaces `train_transform`. Return None if
+        there is none. `rows`: the training split, if it is in memory.
+        """
         # A task with its own transform of single images must not lose it.
         if type(self).train_transform is not ImageTask.train_transform:
             return None
         return batch_step(self.config.data.augment, rows, size)
+
+    @property
+    def checked_metrics(self) -> dict[str, Metric]:
+        """Metrics that evaluate.py computes, by name. They may be more than those of a training
+        run.
+        """
+        return dict(self.metrics)
+
+    def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
+        """Build the columns of the prediction table that evaluate.py writes, from
+        `evaluation.rows`. Return a dictionary from column name to one value per image. Raises
+        ValueError if the task has no table.
+        """
+        raise ValueError(
+            f"predictions: train.task={self.config.train.task} has no table of predictions; remove "
+            "this option"
+        )
+
+    def losses_and_pictures(self, outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the loss of each sample [B], and tensors [B, …] that `picture` needs to show the
+        outputs. Raises ValueError if the task has no loss of a sample.
+        """
+        raise ValueError(
+            f"worst: train.task={self.config.train.task} has no loss of a single image; remove "
+            "this option"
+        )
+
+    def picture(self, image: Image.Image, target: Any, outputs: tuple[Tensor, ...]) -> Image.Image:
+        """Draw a sample with its target and the outputs of the model. By default, return the image
+        itself. `outputs`: the tensors of `losses_and_pictures` for this sample, without the loss.
+        """
+        return image
+
+    def predictions(self, outputs: Any, topk: int) -> dict[str, list[Any]]:
+        """Build the columns of the table that predict.py writes, from the outputs of a batch.
+        Return a dictionary from column name to one plain value per image. `topk`: number of classes
+        to include, for tasks with classes. By default, there is a column per name of the dataset,
+        or else one per tensor of the outputs.
+        """
+        leaves = tree_leaves(outputs)
+        if len(leaves) == 1 and leaves[0].shape[1:] == (len(self.names),):
+            return dict(zip(self.names, leaves[0].T.tolist(), strict=True))
+        names = [f"output_{number}" for number in range(1, len(leaves) + 1)]
+        return dict(zip(names, (leaf.tolist() for leaf in leaves), strict=True))
+
+    def write(self, scores: Tensor, image: Path, folder: Path, name: str) -> None:
+        """Write the prediction of one image as files into `folder`. Raises ValueError if the task
+        writes no files.
+
+        `scores`: scores of the image. `image`: its path. `name`: name of the files without suffix,
+        which may include subfolders.
+        """
+        raise ValueError(
+            f"folder={folder}: train.task={self.config.train.task} writes no files per image; "
+            "remove this option"
+        )
+
+
+def find_task(name: str) -> type[ImageTask]:
+    """Import the task class that a value of train.task names. Raises ValueError if the class does
+    not extend ImageTask.
+    """
+    return import_class("train.task", name, ImageTask, TASKS)
 
 
 class LossTask(ImageTask):

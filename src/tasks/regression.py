@@ -82,7 +82,6 @@ class Regression(LossTask):
 
     target = "numbers"
     headline = "mae"
-    names_are = "targets"
     applies = ("erasing", "auto_augment")
     known_losses: ClassVar[Mapping[str, Loss]] = {
         "mse": Loss(build_loss(squared_errors), squared_errors),

@@ -304,7 +304,9 @@ class Segmentation(LossTask):
         return replace(given, crop_pct=1.0, crop_mode="squash")
 
     def evaluation_transform(self, preprocessing: Preprocessing) -> Any:
-        return None if self.evaluates_one_by_one else WithMask(evaluation_transform(preprocessing))
+        if self.options.evaluation != "resize":
+            return None
+        return WithMask(evaluation_transform(preprocessing))
 
     def weight(self, batch: Batch) -> Tensor | int:
         """Return the number of labeled pixels, weighted by class. A loss with Dice divides by the
@@ -323,10 +325,6 @@ class Segmentation(LossTask):
         is_labeled = targets != IGNORED
         hits = ((scores.argmax(1) == targets) & is_labeled).sum((1, 2))
         return {"pixel_acc": hits / is_labeled.sum((1, 2)).clamp(min=1)}
-
-    @property
-    def evaluates_one_by_one(self) -> bool:
-        return bool(self.options.evaluation != "resize")
 
     def predict(self, networks: Any, batch: Batch) -> Tensor:
         """Compute the scores of images in the way that train.task_kwargs.evaluation sets: resize,

@@ -1,1 +1,1 @@
-"""Training code. Read run.py first, because it shows a training run from top to bottom."""
+"""Training code. Read build.py first, because it builds a training run in order."""

@@ -18,6 +18,7 @@ from src.data.transforms import Preprocessing, ResizeAndCrop
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
+from src.tasks.images import ImageTask, find_task
 from src.train.optim import build_learning
 from timm_parallel import (
     Erasing,
@@ -25,7 +26,6 @@ from timm_parallel import (
     InMemory,
     Mixing,
     Strategy,
-    Task,
     as_size,
     build_eval_loaders,
     build_parts,
@@ -46,7 +46,7 @@ class DataAndModel:
     """
 
     dataset: ImageDataset
-    task: Task[ResolvedConfig]
+    task: ImageTask
     # The model on the device of this rank, before a strategy wraps it. Its weights are random or
     # those of timm.
     model: nn.Module
@@ -71,7 +71,7 @@ def build_data_and_model(
     may_download = config.model.pretrained or config.data.is_from_timm
     with strategy.group.one_of_node_first() if may_download else nullcontext():
         dataset = load_dataset(config, trained_names)
-        task = Task.find(config.train.task)(config, dataset.target_names)
+        task = find_task(config.train.task)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
         is_chosen = config.model.channels_last == "auto"
@@ -88,9 +88,9 @@ def build_data_and_model(
     of_weights = None if weights is None else preprocessing_of(Path(weights))
     preprocessing = task.preprocessing(preprocessing_for(model, config.data, dataset, of_weights))
     splits: dict[str, Any] = {}
+    transform = task.evaluation_transform(preprocessing)
     for name, split in (("val", dataset.val), ("test", dataset.test)):
         if split is not None:
-            transform = task.evaluation_transform(preprocessing)
             # Skip resizing and cropping if images are in memory in the right size, because that
             # would not change them. A task may have another transform, which is never skipped.
             rows = InMemory.of(split, preprocessing.input_size[1:])
@@ -102,7 +102,7 @@ def build_data_and_model(
         task,
         strategy,
         preprocessing,
-        batch_size=strategy.group.world_size if task.evaluates_one_by_one else config.global_batch,
+        batch_size=strategy.group.world_size if transform is None else config.global_batch,
         seed=config.seed,
         workers=config.data.workers,
         on_error=config.data.on_error,
@@ -159,9 +159,7 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> Any:
     )
 
 
-def _build_mixing(
-    config: ResolvedConfig, strategy: Strategy, task: Task[ResolvedConfig]
-) -> Mixing | None:
+def _build_mixing(config: ResolvedConfig, strategy: Strategy, task: ImageTask) -> Mixing | None:
     augment = config.data.augment
     if not augment.mixes:
         return None

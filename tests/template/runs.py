@@ -19,6 +19,7 @@ from PIL import Image
 
 from src.app import app
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
+from src.tasks.images import find_task
 from src.train.run import train
 from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
@@ -34,7 +35,7 @@ from timm_parallel.run.evaluation import evaluate
 from timm_parallel.run.parts import RunParts
 from timm_parallel.run.run import Run, start_run
 from timm_parallel.run.step import MetricWindow, Step
-from timm_parallel.task import Evaluation, Task
+from timm_parallel.task import Evaluation
 from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm
 
@@ -154,7 +155,7 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     if train is not None:
         config.train = ResolvedTrain(**vars(train))
     config.data.augment = AugmentConfig(**augment)
-    return Task.find(config.train.task)(config, [str(number) for number in range(classes)])
+    return find_task(config.train.task)(config, [str(number) for number in range(classes)])
 
 
 @cache

@@ -26,6 +26,7 @@ from pages import (
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
+from src.commands.evaluate import table_of
 from src.data.datasets import Digits
 from src.schema import DataConfig, OptimConfig, TrainConfig
 from tests.template.runs import ROOT, run_warm, task_of
@@ -149,7 +150,7 @@ def test_code_on_use_a_model_page_reads_scores_of_all_labels_with_full_precision
     labels = (torch.rand(60, 9, generator=draw) < 0.3).float()
     task = task_of(9, TrainConfig(task="multilabel", loss="bce"))
     task.names = [f"class {number}" for number in range(9)]
-    table = Evaluation(60, {}, {}, (torch.arange(60), scores, labels)).table(None, task)
+    table = table_of(Evaluation(60, {}, {}, (torch.arange(60), scores, labels)), None, task)
     path = tmp_path / "predictions.csv"
     table.to_csv(path, index=False)
     [code] = [

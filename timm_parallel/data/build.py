@@ -68,9 +68,9 @@ def load_dataset(config: Config, trained_names: list[str] | None = None) -> Imag
 def _target_of(config: Config) -> str:
     """Return the kind of target that the task of a config learns."""
     # Import the task here, because its import takes seconds.
-    from timm_parallel.task import Task
+    from timm_parallel.task import find_task
 
-    return Task.find(config.train.task).target
+    return find_task(config.train.task).target
 
 
 def check_root(config: Config) -> None:

@@ -52,7 +52,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
         "decoder": decoder,
-        parts.task.names_are: _names(parts.task.names),
+        "outputs" if parts.task.target == "numbers" else "classes": _names(parts.task.names),
         "strategy": describe_strategy(parts),
         "batch": _batch(parts),
         "steps": steps,

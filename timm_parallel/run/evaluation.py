@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from timm_parallel.batch import Batch
 from timm_parallel.data.loader import Loader
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
@@ -52,7 +53,7 @@ def evaluate(
     should_stop: Callable[[], bool] | None = None,
     batches: Any = None,
     keep_rows: bool = False,
-    keep_losses: bool = False,
+    keep: Callable[[Any, Batch], tuple[Tensor, ...]] | None = None,
 ) -> Evaluation | None:
     """Evaluate networks on the whole split of a loader, over all ranks.
 
@@ -60,7 +61,8 @@ def evaluate(
     the metrics to compute; None: those of the task. `batches`: iterator over the batches of the
     loader, for example with a progress bar. `should_stop`: function that returns True to stop
     early; if it does so on any rank, all ranks get None. `keep_rows`: also keep the rows of each
-    sample. `keep_losses`: keep its loss too.
+    sample. `keep`: function of the outputs and their batch that returns further tensors [B, …] of
+    the samples to keep, as `Task.rows` does.
     """
     networks.eval()
     device, metrics = loader.prefetcher.device, metrics or task.metrics
@@ -69,11 +71,13 @@ def evaluate(
     }
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     keep_rows = (
-        keep_rows or keep_losses or any(metric.from_rows is not None for metric in used.values())
+        keep_rows
+        or keep is not None
+        or any(metric.from_rows is not None for metric in used.values())
     )
     totals: dict[Any, Tensor] = {}
     rows: list[tuple[Tensor, ...]] = []
-    losses: list[tuple[Tensor, ...]] = []
+    kept: list[tuple[Tensor, ...]] = []
     samples = 0
     stopped = torch.zeros((), dtype=torch.int64, device=device)
     for batch in loader if batches is None else batches:
@@ -91,8 +95,8 @@ def evaluate(
             totals[function] = totals[function] + of_batch if function in totals else of_batch
         if keep_rows:
             rows.append(task.rows(outputs, batch))
-        if keep_losses:
-            losses.append(task.losses_and_pictures(outputs, batch))
+        if keep is not None:
+            kept.append(keep(outputs, batch))
     if isinstance(networks, LockstepNetworks):
         networks.finish()
     liveness.at(COUNTING)
@@ -106,7 +110,7 @@ def evaluate(
         )
     }
     all_rows = _gather_rows(rows, loader, device, group) if keep_rows else None
-    all_losses = _gather_rows(losses, loader, device, group)[1:] if keep_losses else None
+    all_kept = None if keep is None else _gather_rows(kept, loader, device, group)[1:]
     # A metric that needs more outputs than the task has keeps the value None.
     numbers: dict[str, float | None] = dict.fromkeys(metrics)
     for name, metric in used.items():
@@ -116,7 +120,7 @@ def evaluate(
         else:
             assert metric.from_sums is not None and metric.sums is not None
             numbers[name] = metric.from_sums(sums[metric.sums], samples)
-    return Evaluation(samples, numbers, sums, all_rows, all_losses)
+    return Evaluation(samples, numbers, sums, all_rows, all_kept)
 
 
 def _with_zeros(

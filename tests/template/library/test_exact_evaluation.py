@@ -18,12 +18,14 @@ from sklearn.calibration import calibration_curve
 from torch import Tensor, nn
 from torch.nn import functional
 
+from src.commands.evaluate import table_of
 from src.tasks.classification import (
     Classification,
     calibration_error,
     confusion,
     count_by_confidence,
 )
+from src.tasks.images import ImageTask
 from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
@@ -35,8 +37,8 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.run.evaluation import Evaluation, evaluate, write_predictions
-from timm_parallel.task import Task
+from timm_parallel.run.evaluation import evaluate, write_predictions
+from timm_parallel.task import Evaluation
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
@@ -291,7 +293,7 @@ def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_clas
     rows = (torch.arange(2), torch.eye(7)[:2], torch.tensor([0, 2]))
     task = task_of(7)
     task.names = list("abcdefg")
-    table = Evaluation(2, {}, {}, rows).table(None, task)
+    table = table_of(Evaluation(2, {}, {}, rows), None, task)
     places = [f"{column}_{place}" for place in range(1, 6) for column in ("class", "probability")]
     assert list(table.columns) == ["path", "label", *places]
     assert table["probability_1"][0] == pytest.approx(0.311791, abs=1e-6)
@@ -323,5 +325,5 @@ FOUND: dict[str, dict[str, Any] | None] = {
 def test_task_without_own_predictions_has_a_column_per_name_or_per_tensor(
     outputs: Any, expected: dict[str, Any]
 ) -> None:
-    task: Task[Any] = Task(resolved(), ["a", "b"])
+    task = ImageTask(resolved(), ["a", "b"])
     assert task.predictions(outputs, 1) == expected

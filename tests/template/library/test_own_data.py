@@ -18,13 +18,13 @@ from PIL import Image
 
 from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
+from src.tasks.images import find_task
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
 from timm_parallel.data.decode import Files
 from timm_parallel.data.file_list import split_of
 from timm_parallel.machine.text import similar_names
-from timm_parallel.task import Task
 
 CLASSES = ("daisy", "rose", "tulip")
 
@@ -408,7 +408,7 @@ def test_csv_notes_files_that_have_several_lines_with_different_labels(
     flowers: Path, task: str
 ) -> None:
     rows = rows_of(flowers, split=lambda number: "val" if number % 7 == 0 else "train")
-    path, target = write_csv(flowers / "long.csv", rows), Task.find(task).target
+    path, target = write_csv(flowers / "long.csv", rows), find_task(task).target
     config = DataConfig(name="csv", root=str(path))
     assert build_dataset(config, target=target).notes(target) == []
     labels = {row["label"] for row in rows}

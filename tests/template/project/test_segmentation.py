@@ -29,6 +29,7 @@ from src.schema import (
     ResolvedTrain,
     TrainConfig,
 )
+from src.tasks.images import find_task
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
 from tests.template.runs import cpu_strategy, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
@@ -43,7 +44,6 @@ from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
 from timm_parallel.run.evaluation import evaluate
-from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks
 
@@ -102,7 +102,7 @@ def task_for(size: list[int], **options: Any) -> Any:
     config = resolved()
     config.train = ResolvedTrain(task="segmentation", task_kwargs=options)
     config.data.image_size = size
-    return Task.find(config.train.task)(config, list("abcd"))
+    return find_task(config.train.task)(config, list("abcd"))
 
 
 class Truth:
@@ -141,7 +141,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     task = task_for([8, 8], evaluation=mode)
     prefetcher = DevicePrefetcher(torch.device("cpu"), **plain(3, 0.5, 0.25), channels_last=False)
     split: Any = InMemory(*truth()) if mode == "resize" else Truth(larger=3)
-    batch = ranks.world_size if task.evaluates_one_by_one else 4
+    batch = ranks.world_size if task.options.evaluation != "resize" else 4
     loader = EvalLoader(split, task, prefetcher, strategy.group, batch_size=batch, workers=0)
     networks = Networks({"model": pixelwise()})
     evaluation = evaluate(networks, loader, task, strategy.group, keep_rows=True)
@@ -548,7 +548,7 @@ def test_masks_and_overlays_are_written_for_each_image_that_decode_reads(
     config = resolved(
         "data=segmentation", "train=segmentation", "+data.kwargs.classes=[a,b]", "data.root=x"
     )
-    task = Task.find("segmentation")(config, ["a", "b"])
+    task = find_task("segmentation")(config, ["a", "b"])
     task.write(
         torch.tensor([1.0, 0.0])[:, None, None].expand(2, 2, 2), tmp_path / name, tmp_path, "m"
     )

@@ -19,12 +19,13 @@ from src.app import app
 from src.commands.evaluate import evaluate_config, worst_images
 from src.commands.load import load_trained
 from src.schema import ResolvedTrain
+from src.tasks.images import find_task
 from tests.template.runs import resolved, run_warm
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.task import Evaluation, Task
+from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.ranks import in_ranks
 
@@ -100,7 +101,7 @@ def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
 def test_images_of_a_regression_are_described_by_their_numbers_and_nan_comes_first() -> None:
     config = resolved()
     config.train = ResolvedTrain(task="regression", loss="mse")
-    task = Task.find("regression")(config, ["age"])
+    task = find_task("regression")(config, ["age"])
     # Image 1 could not be read.
     indices, predicted = torch.tensor([0, 2, 3]), torch.tensor([[1.0], [5.0], [math.nan]])
     truth = torch.tensor([[1.0], [1.0], [2.5]])

@@ -33,7 +33,6 @@ class Points(Task[ResolvedConfig]):
     """Predict one row and column for all points of an image. The loss is a mean over points."""
 
     target = "points"
-    names_are = "numbers"
     metrics = {
         "loss": Metric(error_sum, mean_of, lower_is_better=True),
         "distance": Metric(

@@ -41,7 +41,6 @@ class Position(Task[ResolvedConfig]):
     """Predict row and column of the spot, from 0 to 1."""
 
     target = "numbers"
-    names_are = "numbers"
     metrics = {
         "loss": Metric(error_sum, mean_of, lower_is_better=True),
         "near": Metric(count_near, mean_of, is_proportion=True),

@@ -15,10 +15,10 @@ from small.data import MEAN, SIDE, STD
 from timm_parallel import (
     Learning,
     Strategy,
-    Task,
     Training,
     build_eval_loaders,
     build_parts,
+    find_task,
     import_class,
     load_dataset,
 )
@@ -46,7 +46,7 @@ def train(training: Training) -> None:
 def build(config: ResolvedConfig, strategy: Strategy) -> Any:
     """Build data, model and optimizer of a run on this rank. All ranks must call this function."""
     dataset, device = load_dataset(config), strategy.device
-    task = Task.find(config.train.task)(config, dataset.target_names)
+    task = find_task(config.train.task)(config, dataset.target_names)
     model_class = import_class("model.name", config.model.name, nn.Module)
     model = model_class(task.num_outputs, config.model.width, **config.model.kwargs).to(device)
     preprocessing = Preprocessing((dataset.in_chans, SIDE, SIDE), MEAN, STD)
