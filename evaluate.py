@@ -100,7 +100,7 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
             given.worst,
             page,
         ):
-            if strategy.is_first:
+            if strategy.group.is_first:
                 print_json({"split": split, **numbers})
 
     return run_on_devices(config, __file__, arguments, evaluate)

@@ -88,7 +88,7 @@ def _predict(given: argparse.Namespace, strategy: Strategy) -> None:
         output=given.output,
     )
     predictions = predict(request, strategy)
-    if strategy.is_first:
+    if strategy.group.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:
             form = "json" if given.output.suffix == ".json" else "csv"

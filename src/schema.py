@@ -188,7 +188,7 @@ class ModelConfig(timm_parallel.ModelConfig):
                 f"parallel={whole.parallel.strategy}"
             )
         chosen = f"model.compile={str(self.compile).lower()}"
-        if self.compile and not whole.parallel.compiles:
+        if self.compile and not whole.parallel.traits.compiles:
             yield (
                 f"{chosen}: expected ddp or single, but parallel={whole.parallel.strategy}; "
                 "leave it at false"
@@ -563,7 +563,7 @@ class OptimConfig(timm_parallel.OptimConfig):
         epochs = whole.train.epochs
         if self.clip_mode != "norm" and self.clip_grad is None:
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
-        if whole.parallel.shards:
+        if whole.parallel.traits.shards:
             yield from self._shard_problems(whole.parallel.strategy)
         if self.momentum == 0 and self.opt in NESTEROV and self.kwargs.get("nesterov", True):
             fix = "use optim.opt=momentum, or +optim.kwargs.nesterov=false"

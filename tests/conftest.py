@@ -27,4 +27,4 @@ def mine(tmp_path: Path) -> Iterator[Any]:
     overrides = ("experiment=mine", "parallel=single", "parallel.accelerator=cpu", "data.workers=0")
     parts = start_run(resolve(compose(*overrides)), tmp_path).parts
     yield parts
-    parts.strategy.close()
+    parts.strategy.group.close()

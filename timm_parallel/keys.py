@@ -18,36 +18,32 @@ from timm_parallel.machine.imports import import_name
 
 
 @dataclass(frozen=True)
-class BuiltInStrategy:
-    """A built-in strategy, and what it can do. The class of a strategy has the same attributes
-    (timm_parallel/parallel/strategy.py). They are repeated here, because train.py checks a config
-    before it imports torch.
-    """
+class StrategyTraits:
+    """What a strategy can do, which train.py must know before it imports torch."""
 
-    # Dotted name of the class.
-    name: str
+    # True: one process per device. False: one process that drives all devices.
     process_per_device: bool = False
+    # True if the strategy uses one device, even if the machine has more.
     has_one_device: bool = False
+    # True if each rank holds a part of every parameter as a DTensor.
     shards: bool = False
+    # True if the strategy works with model.compile.
     compiles: bool = True
 
 
-# Built-in strategies: name in a config -> strategy. A config names a strategy of the project as
-# `src.parallel.<module>.<Class>`.
+# Built-in strategies: name in a config -> dotted name of the class, whose attribute `traits` is the
+# entry of TRAITS. A config names a strategy of the project as `src.parallel.<module>.<Class>`.
 STRATEGIES = {
-    "single": BuiltInStrategy("timm_parallel.parallel.strategy.Single", has_one_device=True),
-    "dp": BuiltInStrategy(
-        "timm_parallel.parallel.data_parallel.DataParallelStrategy", compiles=False
-    ),
-    "ddp": BuiltInStrategy(
-        "timm_parallel.parallel.distributed.Distributed", process_per_device=True
-    ),
-    "fsdp": BuiltInStrategy(
-        "timm_parallel.parallel.fully_sharded.FullySharded",
-        process_per_device=True,
-        shards=True,
-        compiles=False,
-    ),
+    "single": "timm_parallel.parallel.strategy.Single",
+    "dp": "timm_parallel.parallel.data_parallel.DataParallelStrategy",
+    "ddp": "timm_parallel.parallel.distributed.Distributed",
+    "fsdp": "timm_parallel.parallel.fully_sharded.FullySharded",
+}
+TRAITS = {
+    "single": StrategyTraits(has_one_device=True),
+    "dp": StrategyTraits(compiles=False),
+    "ddp": StrategyTraits(process_per_device=True),
+    "fsdp": StrategyTraits(process_per_device=True, shards=True, compiles=False),
 }
 # Class that reads datasets of timm by names such as torch/cifar10.
 TIMM_DATASETS = "timm_parallel.data.timm_datasets.TimmImages"
@@ -478,16 +474,20 @@ class ParallelConfig:
     )
 
     @property
-    def has_ranks(self) -> bool:
-        """True if the strategy has one process (rank) per device. False for strategy `auto`, which
-        must be resolved first.
+    def traits(self) -> StrategyTraits:
+        """What the strategy can do. A class of the project is imported. Strategy `auto`, which must
+        be resolved first, has the defaults.
         """
-        return self._declares("process_per_device")
+        if is_own_class(self.strategy):
+            # A class that is no Strategy has no traits. The ranks reject it.
+            traits: StrategyTraits = getattr(import_name(self.strategy), "traits", StrategyTraits())
+            return traits
+        return TRAITS.get(self.strategy, StrategyTraits())
 
     @property
-    def has_one_device(self) -> bool:
-        """True if the strategy uses one device only, even on a machine with several."""
-        return self._declares("has_one_device")
+    def has_ranks(self) -> bool:
+        """True if the strategy has one process (rank) per device."""
+        return self.traits.process_per_device
 
     @property
     def has_one_process(self) -> bool:
@@ -495,26 +495,6 @@ class ParallelConfig:
         group and cannot span nodes.
         """
         return self.strategy != "auto" and not self.has_ranks
-
-    @property
-    def shards(self) -> bool:
-        """True if the strategy stores only a part of each parameter on each rank, as FSDP does."""
-        return self._declares("shards")
-
-    @property
-    def compiles(self) -> bool:
-        """True if the strategy supports model.compile."""
-        return self._declares("compiles")
-
-    def _declares(self, attribute: str) -> bool:
-        """Return what the strategy declares about itself: the entry of a built-in strategy, or the
-        attribute of a class of the project, which is imported. Strategy `auto` has the defaults.
-        """
-        declared: Any = STRATEGIES.get(self.strategy, BuiltInStrategy)
-        if is_own_class(self.strategy):
-            declared = import_name(self.strategy)
-        # A class that is no Strategy has no such attribute. The ranks reject it.
-        return bool(getattr(declared, attribute, getattr(BuiltInStrategy, attribute)))
 
     def choose_strategy(self, several: bool) -> None:
         """Replace strategy `auto` by ddp if the run has `several` devices, otherwise by single.
@@ -525,7 +505,7 @@ class ParallelConfig:
 
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
-        if self.has_one_device and self.devices not in ("auto", 1):
+        if self.traits.has_one_device and self.devices not in ("auto", 1):
             yield Problem(
                 f"parallel.devices={self.devices}: {strategy} uses one device; choose "
                 "parallel=ddp or parallel=dp",
@@ -538,8 +518,8 @@ class ParallelConfig:
                     f"parallel={strategy}"
                 )
         for name in ("device_ids", "output_device"):
-            has_none = strategy == "auto" or self.has_one_device
-            has_none |= name == "output_device" and self.shards
+            has_none = strategy == "auto" or self.traits.has_one_device
+            has_none |= name == "output_device" and self.traits.shards
             if getattr(self, name) is not None and has_none:
                 yield (
                     f"parallel.{name}={getattr(self, name)}: an option of dp and ddp, but "

@@ -96,7 +96,7 @@ def ours(
                         yield meter.data_seconds - waited, 0.0
                     waited = meter.data_seconds
     finally:
-        parts.strategy.close()
+        parts.strategy.group.close()
 
 
 def by_hand(

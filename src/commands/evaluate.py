@@ -80,7 +80,7 @@ def evaluate_config(
         networks = build_networks(task, built.model, strategy.device)
         check_networks(task, networks, next(iter(loaders.values())).peek(1))
         line = _load_weights(config, folder, contents, built)
-        if line and strategy.is_first:
+        if line and strategy.group.is_first:
             print(f"weights      {line}", file=sys.stderr)
         if split not in ("all", *loaders):
             raise ValueError(
@@ -111,12 +111,12 @@ def evaluate_config(
             )
             # evaluate() returns None only after a stop request, which evaluate.py does not pass.
             assert evaluation is not None
-            if is_shown and strategy.is_first:
+            if is_shown and strategy.group.is_first:
                 assert worst is not None
                 shown[f"{name}, {config.model.name}"] = worst_images(
                     evaluation, getattr(dataset, name), task, worst
                 )
-            if keeps_rows and strategy.is_first:
+            if keeps_rows and strategy.group.is_first:
                 rows = table_of(evaluation, getattr(dataset, name), task)
                 tables.append(rows.assign(split=name, weights=evaluated))
             source = (

@@ -67,18 +67,18 @@ def predict(request: PredictionRequest, strategy: Strategy) -> Predictions:
         raise ValueError(
             f"images={request.images}: no image in this folder; {notes or 'it is empty'}"
         )
-    if notes and strategy.is_first:
+    if notes and strategy.group.is_first:
         print(f"note: {notes}", file=sys.stderr)
     paths = [path for path, _ in files]
     endings = find_task(load_config(request.run).train.task).endings
     names = _file_names(request, paths, endings)
     # Check on one rank, because the first rank writes files before the last rank has started.
-    if strategy.is_first:
+    if strategy.group.is_first:
         _check_written_files(request, paths, [name + end for name in names for end in endings])
     trained = load_trained(request.run, request.checkpoint, request.weights, strategy.device)
     networks = evaluation_networks(trained.networks, trained.config, strategy)
     predictions: dict[int, dict[str, Any] | None] = {}
-    hidden = not (strategy.is_first and sys.stderr.isatty())
+    hidden = not (strategy.group.is_first and sys.stderr.isatty())
     with closing(_loader(trained, files, request, strategy)) as loader:
         bar = track(
             loader, "images", len(loader.sampler), console=Console(stderr=True), disable=hidden

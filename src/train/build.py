@@ -74,12 +74,9 @@ def build_data_and_model(
         task = find_task(config.train.task)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
-        is_chosen = config.model.channels_last == "auto"
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
-        if is_chosen:
-            strategy.chosen.add("model.channels_last")
     outputs = config.model.num_classes or task.num_outputs
-    if outputs > task.num_outputs and strategy.is_first:
+    if outputs > task.num_outputs and strategy.group.is_first:
         log.warning(
             "the model has %d outputs; evaluation uses the first %d", outputs, task.num_outputs
         )

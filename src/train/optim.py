@@ -46,7 +46,7 @@ def build_learning(
     `networks`: those that the phase trains, by name.
     """
     optim = config.optim.of_phase(phase)
-    optimizer = build_optimizer(optim, config.rate_of(optim), networks, strategy.shards)
+    optimizer = build_optimizer(optim, config.rate_of(optim), networks, strategy.traits.shards)
     schedule = build_schedule(optim, config.train, optimizer, steps_per_epoch)
     if (
         config.train.precision == "fp16"

@@ -99,7 +99,7 @@ def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = No
         asked.parallel.devices == "auto"
         and asked.parallel.device_ids is None
         and world_size is None
-        and not asked.parallel.has_one_device
+        and not asked.parallel.traits.has_one_device
         and parallel.accelerator == "cuda"
         and parallel.devices < cuda
     ):
@@ -171,7 +171,7 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
         several = count > 1 and (usable > 0 or parallel.devices != "auto")
         parallel.choose_strategy(several or world_size is not None)
     if parallel.accelerator == "auto":
-        mps = hardware.has_mps() and parallel.has_one_device
+        mps = hardware.has_mps() and parallel.traits.has_one_device
         parallel.accelerator = "cuda" if cuda else "mps" if mps else "cpu"
     started, strategy = (
         f"{starter()} started {world_size} rank{'s' * (world_size != 1)}",
@@ -190,7 +190,7 @@ def _resolve_parallel(config: Config, cuda: int, world_size: int | None) -> None
             "parallel=ddp, or start with python"
         )
     elif parallel.devices == "auto":
-        parallel.devices = 1 if parallel.has_one_device else _auto_devices(config, usable)
+        parallel.devices = 1 if parallel.traits.has_one_device else _auto_devices(config, usable)
 
 
 def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "for a trial)",
                 TOO_FEW_DEVICES,
             )
-        if parallel.shards and parallel.backend == "gloo":
+        if parallel.traits.shards and parallel.backend == "gloo":
             yield (
                 f"parallel.backend=gloo: {parallel.strategy} on CUDA needs nccl; "
                 "leave it at auto, or use parallel=ddp"
@@ -253,7 +253,7 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
     if parallel.accelerator == "mps":
         if not hardware.has_mps():
             yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
-        if not parallel.has_one_device:
+        if not parallel.traits.has_one_device:
             yield (
                 f"parallel={parallel.strategy}: an Apple GPU is one device; use "
                 "parallel=single, or parallel.accelerator=cpu"

@@ -167,7 +167,7 @@ def fill_in(config: Config) -> None:
     requested = cluster.nodes * per_node if parallel.devices == "auto" else int(parallel.devices)
     parallel.choose_strategy(several=requested > 1 or cluster.nodes > 1)
     if parallel.devices == "auto":
-        parallel.devices = 1 if parallel.has_one_device else cluster.nodes * per_node
+        parallel.devices = 1 if parallel.traits.has_one_device else cluster.nodes * per_node
     if parallel.threads_per_device == "auto":
         parallel.threads_per_device = max(
             1, (cluster.cpus or 1) * cluster.nodes // int(parallel.devices)

@@ -203,7 +203,7 @@ def strategies_to_try(facts: MachineReport) -> dict[str, int]:
     if any(finding.stops for finding in findings_of(facts)):
         return {}
     several = len(facts.cuda.devices) or min(2, facts.cores)
-    single = {name: 1 for name in STRATEGIES if ParallelConfig(name).has_one_device}
+    single = {name: 1 for name in STRATEGIES if ParallelConfig(name).traits.has_one_device}
     others = {name: several for name in STRATEGIES if name not in single}
     return single | others if several > 1 else single
 
@@ -217,7 +217,7 @@ def advice(facts: MachineReport) -> str:
     if facts.tries.get(parallel.strategy):
         parallel = ParallelConfig()
         parallel.choose_strategy(several=False)
-    devices = 1 if parallel.has_one_device else len(facts.cuda.devices)
+    devices = 1 if parallel.traits.has_one_device else len(facts.cuda.devices)
     without_workers = " data.workers=0" if facts.shm is not None and facts.shm < GIB else ""
     return (
         f"python train.py parallel={parallel.strategy} parallel.devices={devices}{without_workers}"
@@ -229,7 +229,7 @@ def _try(name: str, error: str) -> Finding:
         return Finding(name, "runs")
     remedy = f"python train.py {' '.join(current().trial[:3])} parallel={name}   # shows all of it"
     return Finding(
-        name, f"does not run: {error}", remedy, stops=ParallelConfig(name).has_one_device
+        name, f"does not run: {error}", remedy, stops=ParallelConfig(name).traits.has_one_device
     )
 
 

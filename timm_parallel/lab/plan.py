@@ -106,7 +106,7 @@ def measure_step(
         for value in state.values()
         if isinstance(value, Tensor)
     )
-    parts = parallel.devices if parallel.shards else 1
+    parts = parallel.devices if parallel.traits.shards else 1
     kept = _size(weights) + gradients + _size(states) + _size(averages)
     return flops, kept // parts + activations + _size(fields)
 

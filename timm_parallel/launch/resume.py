@@ -278,7 +278,7 @@ def _saved_settings(folder: Path, overrides: list[str]) -> dict[str, Any]:
     chosen = [value for key, _, value in pairs if key in ("parallel", "parallel.strategy")]
     if chosen and chosen[-1] != strategy:
         dropped = [*strategy_options(), "max_restarts", "options"]
-        has_one_device = ParallelConfig(chosen[-1]).has_one_device
+        has_one_device = ParallelConfig(chosen[-1]).traits.has_one_device
         if has_one_device:
             dropped.append("devices")
         if has_one_device or chosen[-1] == "auto":

@@ -198,7 +198,7 @@ def run_on_devices(
     try:
         work(strategy)
     finally:
-        strategy.close()
+        strategy.group.close()
     return 0
 
 

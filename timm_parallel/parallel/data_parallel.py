@@ -6,6 +6,7 @@ BatchNorm in training, and losses over pairs of images, see only the chunk of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from timm_parallel.batch import Batch
-from timm_parallel.keys import ResolvedParallel
+from timm_parallel.keys import TRAITS, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
 from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
@@ -23,16 +24,18 @@ from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredC
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+log = logging.getLogger(__name__)
+
 
 class DataParallelStrategy(Strategy):
     """Strategy dp, in which one process drives all devices of the run."""
 
-    compiles = False
+    traits = TRAITS["dp"]
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
         super().__init__(config, ranks, store)
         if config.accelerator == "cpu":
-            self.note = "threads on CPU; the speed is not that of GPUs"
+            log.info("dp           threads on CPU; the speed is not that of GPUs")
         self.output_device = (
             self.device
             if config.output_device is None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_parallel.keys import strategy_options
+from timm_parallel.keys import TRAITS, strategy_options
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
@@ -28,7 +28,7 @@ ALWAYS_SAMPLED = 10
 class Distributed(Strategy):
     """Strategy ddp, in which each rank drives one device."""
 
-    process_per_device = True
+    traits = TRAITS["ddp"]
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         if self.config.accelerator != "cuda":

@@ -19,10 +19,11 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, FORWARD, GATHERING, liveness
+from timm_parallel.keys import TRAITS
 from timm_parallel.parallel.distributed import Distributed
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
@@ -188,8 +189,7 @@ class FullySharded(Distributed):
     the model.
     """
 
-    shards = True
-    compiles = False
+    traits = TRAITS["fsdp"]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -296,17 +296,6 @@ class FullySharded(Distributed):
         yield
         self.root.set_requires_gradient_sync(True)
         self.root.set_is_last_backward(True)
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
-            return tensor
-        # Every rank already has the whole tensor, so no rank needs to send it.
-        return distribute_tensor(
-            tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
-        )
 
 
 def _refuse_scalars(network: nn.Module, name: str) -> None:

@@ -219,47 +219,35 @@ class _GatherRows(torch.autograd.Function):
         return total[group.rank :: group.world_size], None
 
 
-class BufferSync:
-    """Makes the buffers of a model, such as BatchNorm statistics, equal on all ranks for
-    evaluation.
-
-    All ranks get the buffers of rank 0, or with parallel.dist_bn=reduce the mean over the ranks.
+def share_buffers(model: nn.Module, group: ProcessGroup, averages: bool) -> None:
+    """Make the buffers of a model, such as BatchNorm statistics, equal on all ranks for evaluation:
+    those of rank 0, or if `averages` the mean over the ranks. All ranks must call this function.
     """
+    if group.world_size == 1:
+        return
+    for buffer in model.buffers():
+        if averages and buffer.is_floating_point():
+            buffer.copy_(group.sum(buffer).div_(group.world_size))
+        else:
+            group.broadcast(buffer)
 
-    def __init__(self, group: ProcessGroup, dist_bn: str | None) -> None:
-        self._group, self._averages = group, dist_bn == "reduce"
 
-    def share(self, model: nn.Module) -> None:
-        """Make the buffers of a model equal on all ranks. All ranks must call this function."""
-        if self._group.world_size == 1:
-            return
-        for buffer in model.buffers():
-            if self._averages and buffer.is_floating_point():
-                buffer.copy_(self._group.sum(buffer).div_(self._group.world_size))
-            else:
-                self._group.broadcast(buffer)
+def buffers_by_rank(model: nn.Module, group: ProcessGroup) -> Tensor | None:
+    """Gather the float buffers of a model from all ranks as one tensor [ranks, values]; None if it
+    has none. A checkpoint stores this tensor, so that each rank can later continue with its own
+    buffers. All ranks must call this function.
+    """
+    buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
+    return group.rows(torch.cat(buffers).float()) if buffers else None
 
-    def by_rank(self, model: nn.Module) -> Tensor | None:
-        """Gather the float buffers of a model from all ranks as one tensor [ranks, values].
 
-        A checkpoint stores this tensor, so that each rank can later continue with its own buffers.
-        Returns None if evaluation does not average the buffers over the ranks. All ranks must call
-        this function.
-        """
-        buffers = [buffer.flatten() for buffer in model.buffers() if buffer.is_floating_point()]
-        if not self._averages or not buffers:
-            return None
-        return self._group.rows(torch.cat(buffers).float())
-
-    def restore_own(self, model: nn.Module, by_rank: Tensor | None) -> None:
-        """Restore the buffers of this rank, such as BatchNorm statistics, from those of all ranks
-        in a checkpoint.
-
-        Does nothing if the number of ranks differs from that of the saved run.
-        """
-        if by_rank is None or len(by_rank) != self._group.world_size:
-            return
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        parts = by_rank[self._group.rank].split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+def restore_buffers(model: nn.Module, by_rank: Tensor | None, group: ProcessGroup) -> None:
+    """Restore the buffers of this rank, such as BatchNorm statistics, from those of all ranks in a
+    checkpoint. Does nothing if the number of ranks differs from that of the saved run.
+    """
+    if by_rank is None or len(by_rank) != group.world_size:
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    parts = by_rank[group.rank].split([buffer.numel() for buffer in buffers])
+    for buffer, values in zip(buffers, parts, strict=True):
+        buffer.copy_(values.view_as(buffer))

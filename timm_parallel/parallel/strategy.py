@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from timm_parallel.keys import STRATEGIES, ResolvedConfig, ResolvedParallel, TrainConfig
+from timm_parallel.keys import (
+    STRATEGIES,
+    TRAITS,
+    ResolvedConfig,
+    ResolvedParallel,
+    StrategyTraits,
+    TrainConfig,
+)
 from timm_parallel.machine import hardware
 from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.cpu_tuning import keep_freed_memory, watch_openmp_oversubscription
-from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
+from timm_parallel.parallel.group import ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep
 
 if TYPE_CHECKING:
@@ -41,23 +49,12 @@ class Strategy:
     """Base class of strategies. A subclass overrides the methods below `__init__`.
 
     The default methods suit a single device. `devices`: devices that this process drives. `group`:
-    collectives between the ranks. `buffers`: keeps BatchNorm statistics equal on all ranks.
+    collectives between the ranks.
     """
 
-    # The following attributes declare what the strategy can do, so that train.py can reject a
-    # config early. For the built-in strategies, keys.py repeats them.
-    # process_per_device: one process per device (True), or one process that drives all devices
-    # (False).
-    process_per_device = False
-    # True if the strategy uses one device, even if the machine has more.
-    has_one_device = False
-    # True if each rank holds a part of every parameter as a DTensor. The methods `whole` and `part`
-    # then convert the tensors.
-    shards = False
-    # True if the strategy works with model.compile.
-    compiles = True
-    # The console shows this text in parentheses after the name of the strategy.
-    note = ""
+    # What the strategy can do. A strategy of a project takes the traits of another one, or replaces
+    # some by `dataclasses.replace`.
+    traits = StrategyTraits()
 
     def __init__(self, config: ResolvedParallel, ranks: Ranks, store: Store | None = None) -> None:
         """Set up the devices of this process and join the process group.
@@ -86,11 +83,6 @@ class Strategy:
             if store is None
             else TorchProcessGroup(config, ranks, store, self.device)
         )
-        self.is_first = self.group.is_first
-        # Keys whose value `auto` the ranks have replaced, because only they know the devices and
-        # the model.
-        self.chosen: set[str] = set()
-        self.buffers = BufferSync(self.group, config.dist_bn)
 
     def choose_devices(self, ranks: Ranks) -> list[torch.device]:
         """Return the devices that this process drives."""
@@ -148,21 +140,6 @@ class Strategy:
         It is not called if another strategy has saved the checkpoint.
         """
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the whole tensor of a parameter, gradient or optimizer state, which may be
-        sharded.
-
-        All ranks must call this function if the strategy shards parameters.
-        """
-        return tensor
-
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, sharded like the tensor `like`.
-
-        This is the inverse of the method `whole`.
-        """
-        return tensor
-
     def _count_replicas(self) -> int:
         """Return the number of model replicas with which this process trains. A strategy with
         several replicas per process runs a forward pass to count them.
@@ -180,10 +157,6 @@ class Strategy:
     def communication(self, wrapped: nn.Module) -> Communication:
         """Build the object that measures the communication in a training step."""
         return Communication()
-
-    def close(self) -> None:
-        """Leave the process group at the end of the run."""
-        self.group.close()
 
 
 class Communication:
@@ -225,7 +198,7 @@ class UnmeasuredCommunication(Communication):
 class Single(Strategy):
     """Strategy single, which runs the training step unchanged on one device."""
 
-    has_one_device = True
+    traits = TRAITS["single"]
 
     def wrap(self, step: PhaseStep) -> nn.Module:
         return step
@@ -244,9 +217,8 @@ def build_strategy(
     # This must take effect before a device is used.
     if config.train.deterministic:
         use_deterministic_algorithms()
-    built_in = {name: strategy.name for name, strategy in STRATEGIES.items()}
     name = config.parallel.strategy
-    strategy_class = import_class("parallel.strategy", name, Strategy, built_in)
+    strategy_class = import_class("parallel.strategy", name, Strategy, STRATEGIES)
     strategy = strategy_class(config.parallel, ranks or Ranks(), store)
     choose_precision(strategy, config.train)
     start_clock.end("devices")
@@ -260,7 +232,26 @@ def choose_precision(strategy: Strategy, train: TrainConfig) -> None:
     if train.precision == "auto":
         own = all(_computes_bf16(device) for device in strategy.devices)
         train.precision = "bf16" if all(strategy.group.gather(own)) else "fp32"
-        strategy.chosen.add("train.precision")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a parameter, gradient or optimizer state, which may be sharded.
+
+    All ranks must call this function if the strategy shards parameters.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, sharded like the tensor `like`. It is the inverse
+    of `whole`.
+    """
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    # Every rank already has the whole tensor, so no rank needs to send it.
+    return distribute_tensor(
+        tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 def use_deterministic_algorithms() -> None:

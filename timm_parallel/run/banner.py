@@ -27,7 +27,7 @@ def show_banner(parts: RunParts, folder: Path) -> None:
     # Look for the decoder on every rank before its loader workers start. They inherit the result,
     # so none of them imports torchcodec again, or warns again that it is missing.
     decoder = decoder_of(parts.dataset.train)
-    if not parts.strategy.is_first:
+    if not parts.strategy.group.is_first:
         return
     config, loader = parts.config, parts.train_loader
     sampler, workers = loader.sampler, loader.num_workers
@@ -67,15 +67,10 @@ def show_banner(parts: RunParts, folder: Path) -> None:
 
 
 def _formats(parts: RunParts) -> str:
-    """Describe the number format and, if it is channels last, the memory format of a run. `(auto)`
-    follows a value that the ranks have chosen.
-    """
-    chosen = dict.fromkeys(parts.strategy.chosen, " (auto)")
-    text = f"{parts.config.train.precision}{chosen.get('train.precision', '')}"
-    # Only a project may have this key.
-    if getattr(parts.config.model, "channels_last", False) is True:
-        text += f", channels last{chosen.get('model.channels_last', '')}"
-    return text
+    """Describe the number format and, if it is channels last, the memory format of a run."""
+    # Only a project may have the key of the memory format.
+    channels_last = getattr(parts.config.model, "channels_last", False) is True
+    return parts.config.train.precision + (", channels last" if channels_last else "")
 
 
 def _own_parameters(parts: RunParts) -> str:
@@ -107,8 +102,6 @@ def describe_strategy(parts: RunParts) -> str:
         text += f" of {plural(parallel.threads_per_device, 'thread')}"
     else:
         text += f", {device_model(strategy.device)}"
-    if strategy.note:
-        text += f" ({strategy.note})"
     return text + (f", {strategy.group.backend}" if strategy.group.backend else "")
 
 

@@ -137,11 +137,11 @@ def build_parts(
         task,
         networks,
         lambda phase, trained: learning(phase, trained, steps_per_epoch),
-        sample=_sample(train_loader, mixing) if strategy.is_first else None,
+        sample=_sample(train_loader, mixing) if strategy.group.is_first else None,
         compile_network=compile_network,
     )
     start_clock.end("model")
-    if strategy.shards:
+    if strategy.traits.shards:
         evaluated = evaluation_networks(state.evaluated(), config, strategy)
         check_sharded_model(evaluated, task, first_loader, strategy.group)
     else:

@@ -181,12 +181,14 @@ def build_state(
     # to them.
     averages = {}
     for name, (source, decay) in task.averages.items():
-        average = build_ema(bare[source], decay, False, foreach=not strategy.shards)
+        average = build_ema(bare[source], decay, False, foreach=not strategy.traits.shards)
         average.module = networks[name]
         averages[name] = (average, source)
     ema = getattr(config.model, "ema", None)
     if ema is not None and ema.decay is not None:
-        average = build_ema(bare["model"], ema.decay, ema.warmup, foreach=not strategy.shards)
+        average = build_ema(
+            bare["model"], ema.decay, ema.warmup, foreach=not strategy.traits.shards
+        )
         averages[EMA] = (average, "model")
     flops = None
     if sample is not None:
@@ -229,7 +231,7 @@ def require_gradients(
     fsdp keeps the flags of the first forward pass, so under it all of them stay on, and the
     gradients of other phases are dropped.
     """
-    if not strategy.shards:
+    if not strategy.traits.shards:
         for name, parameters in trained.items():
             for parameter in parameters.values():
                 parameter.requires_grad_(name == phase)

@@ -20,7 +20,7 @@ from timm_parallel.data.samplers import seed_draws
 from timm_parallel.errors import ReplicasDifferError, UnreadableImageError
 from timm_parallel.machine.ranks import first_difference, host_name
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.strategy import HasParameters, Strategy, device_model
+from timm_parallel.parallel.strategy import HasParameters, Strategy, device_model, whole
 
 log = logging.getLogger(__name__)
 # Largest allowed distance between the parameters of two ranks at the end, relative to their norm.
@@ -126,7 +126,7 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
         f"the ranks' devices are of different models ({', '.join(models)}) and have drifted apart, "
         f"by {drift:.1e} of the parameters' norm; the checkpoints hold rank 0's"
     )
-    if strategy.is_first:
+    if strategy.group.is_first:
         log.warning("%s", flag)
     return digest, [flag]
 
@@ -139,9 +139,9 @@ def relative_drift(model: HasParameters, strategy: Strategy) -> float:
     """
     distance = norm = 0.0
     for parameter in model.parameters():
-        whole = strategy.whole(parameter).double()
-        mean = strategy.group.sum(whole) / strategy.group.world_size
-        distance += float((whole - mean).square().sum())
+        values = whole(parameter).double()
+        mean = strategy.group.sum(values) / strategy.group.world_size
+        distance += float((values - mean).square().sum())
         norm += float(mean.square().sum())
     return float(max(strategy.group.gather(distance)) / norm) ** 0.5 if norm else 0.0
 
@@ -154,8 +154,8 @@ def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        whole = strategy.whole(parameter.detach()).cpu().reshape(-1)
+        values = whole(parameter.detach()).cpu().reshape(-1)
         # Hash the bytes of the tensor, because numpy has no type bfloat16.
-        digest.update(whole.view(torch.uint8).numpy().tobytes())
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     hashes = strategy.group.gather(digest.hexdigest()[:16])
     return hashes[0], len(set(hashes)) == 1

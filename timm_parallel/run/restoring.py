@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.text import change_text
-from timm_parallel.parallel.group import ProcessGroup
+from timm_parallel.parallel.group import ProcessGroup, buffers_by_rank, restore_buffers
 from timm_parallel.parallel.networks import LOSS, Networks
-from timm_parallel.parallel.strategy import HasParameters, Strategy
+from timm_parallel.parallel.strategy import HasParameters, Strategy, part, whole
 from timm_parallel.run.parts import (
     RunParts,
     TrainState,
@@ -94,7 +94,10 @@ def snapshot(state: TrainState, strategy: Strategy) -> dict[str, Any]:
     return {
         **tree_map_only(Tensor, partial(_for_file, strategy=strategy), parts),
         "buffers_by_rank": {
-            name: strategy.buffers.by_rank(module) for name, module in state.modules.items()
+            name: buffers_by_rank(module, strategy.group)
+            if strategy.config.dist_bn == "reduce"
+            else None
+            for name, module in state.modules.items()
         },
         "progress": dataclasses.asdict(state.progress),
     }
@@ -113,10 +116,10 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
     If the strategy shards parameters, the tensor is in the CPU memory of rank 0, and empty on other
     ranks.
     """
-    whole = strategy.whole(tensor)
-    if not strategy.shards:
-        return whole
-    return whole.cpu() if strategy.is_first else torch.empty(0)
+    unsharded = whole(tensor)
+    if not strategy.traits.shards:
+        return unsharded
+    return unsharded.cpu() if strategy.group.is_first else torch.empty(0)
 
 
 def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
@@ -262,9 +265,9 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
             f"resume: the checkpoint has only weights, no {', '.join(sorted(missing))}; start a "
             "new run with model.weights=<the checkpoint>"
         )
-    restore_weights(state, strategy, contents)
+    restore_weights(state, contents)
     for name, module in state.modules.items():
-        strategy.buffers.restore_own(module, contents["buffers_by_rank"].get(name))
+        restore_buffers(module, contents["buffers_by_rank"].get(name), strategy.group)
     # A checkpoint of an earlier version may have more fields.
     fields = {field.name for field in dataclasses.fields(Progress)}
     state.progress = Progress(
@@ -277,7 +280,7 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
                 f"{phase.name}; set train.task as in the saved run, or start a new run"
             )
         of_phase = contents["phases"][phase.name]
-        restore_optimizer(phase.optimizer, state, of_phase["optimizer"], strategy)
+        restore_optimizer(phase.optimizer, state, of_phase["optimizer"])
         if phase.scaler is not None and of_phase["scaler"] is not None:
             phase.scaler.load_state_dict(of_phase["scaler"])
         if hasattr(phase.learning.schedule, "observe") and of_phase["schedule"] is not None:
@@ -287,38 +290,34 @@ def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> 
         strategy.load_state_dict(saved["state"])
 
 
-def restore_weights(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:
+def restore_weights(state: TrainState, contents: dict[str, Any]) -> None:
     """Load the networks of a checkpoint, and the averages that the run has.
 
     An average that the checkpoint lacks starts from its network.
     """
-    _load(state.model, strategy, contents["model"])
+    _load(state.model, contents["model"])
     for name in state.networks:
         if name != "model":
-            _restore_network(state, strategy, name, contents["networks"].get(name, {}))
+            _restore_network(state, name, contents["networks"].get(name, {}))
     for name, (average, source) in state.averages.items():
         saved = contents["averages"].get(name)
         if saved is None:
             saved = {
-                key: strategy.whole(tensor)
-                for key, tensor in state.networks[source].state_dict().items()
+                key: whole(tensor) for key, tensor in state.networks[source].state_dict().items()
             }
-        _load(average.module, strategy, saved)
+        _load(average.module, saved)
 
 
-def _load(module: nn.Module, strategy: Strategy, saved: dict[str, Tensor]) -> None:
+def _load(module: nn.Module, saved: dict[str, Tensor]) -> None:
     current = module.state_dict()
     parts = {
-        key: strategy.part(value, current[key]) if key in current else value
-        for key, value in saved.items()
+        key: part(value, current[key]) if key in current else value for key, value in saved.items()
     }
     load_model_state(module, {"model": parts}, "model")
 
 
 @torch.no_grad()
-def _restore_network(
-    state: TrainState, strategy: Strategy, network: str, saved: dict[str, Tensor]
-) -> None:
+def _restore_network(state: TrainState, network: str, saved: dict[str, Tensor]) -> None:
     """Load the tensors that a network has in addition to those of the model.
 
     `saved`: the tensors of the checkpoint by name. Raises ValueError if a parameter is missing or
@@ -344,7 +343,7 @@ def _restore_network(
         )
     for name, tensor in own.items():
         if name in saved:
-            tensor.copy_(strategy.part(saved[name], tensor))
+            tensor.copy_(part(saved[name], tensor))
 
 
 def load_networks(networks: Networks, contents: dict[str, Any], which: str) -> None:
@@ -381,9 +380,7 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
         ) from None
 
 
-def restore_optimizer(
-    optimizer: Optimizer, model: HasParameters, saved: dict[str, Any], strategy: Strategy
-) -> None:
+def restore_optimizer(optimizer: Optimizer, model: HasParameters, saved: dict[str, Any]) -> None:
     """Load the state of the optimizer from a checkpoint.
 
     Hyperparameters keep the values of the config. If the checkpoint has the state of another
@@ -408,20 +405,18 @@ def restore_optimizer(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Shard the saved optimizer state before loading it, because loading copies it to the device.
     state = {
-        index: {
-            key: _part(value, parameter, strategy) for key, value in saved["state"][name].items()
-        }
+        index: {key: _part(value, parameter) for key, value in saved["state"][name].items()}
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
         if name in saved["state"]
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _part(value: Any, parameter: Tensor, strategy: Strategy) -> Any:
+def _part(value: Any, parameter: Tensor) -> Any:
     """Return this rank's part of a tensor in the optimizer state. Tensors with the shape of the
     parameter, such as momentum, are sharded in the same way as the parameter.
 
     Any other value, such as a step counter, is returned unchanged.
     """
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-    return strategy.part(value, parameter) if is_like else value
+    return part(value, parameter) if is_like else value

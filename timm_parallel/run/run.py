@@ -26,6 +26,7 @@ from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped, stop_handler
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
+from timm_parallel.parallel.group import share_buffers
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
@@ -115,12 +116,12 @@ class Run:
             # Save the config again if a resume has changed settings, and with the values that only
             # the ranks can choose, which were `auto` until here.
             attempts = describe_segments(self.segments)
-            if strategy.is_first and (attempts or strategy.chosen):
+            if strategy.group.is_first:
                 save_config(parts.config, self.folder, attempts)
             show_banner(parts, self.folder)
             step = parts.progress.step
-            with Console(strategy.is_first, parts.total_steps, step) as console:
-                recorder = Recorder(parts.config, self.folder, strategy.is_first, step)
+            with Console(strategy.group.is_first, parts.total_steps, step) as console:
+                recorder = Recorder(parts.config, self.folder, strategy.group.is_first, step)
                 on_close.callback(recorder.close)
                 place = on_close.enter_context(RunFolder(self.folder))
                 stop_handler.request = strategy.group.stop.request
@@ -345,7 +346,7 @@ class Training:
         # The buffers of a loss are constants, or equal on all ranks.
         for name, module in state.modules.items():
             if name != LOSS:
-                strategy.buffers.share(module)
+                share_buffers(module, strategy.group, strategy.config.dist_bn == "reduce")
         networks = evaluation_networks(state.evaluated(), self._config, strategy)
         raw, averaged = self._evaluate_networks(networks, split, may_stop), None
         if split == "val" and type(self.parts.task).pictures is not Task.pictures:
@@ -431,7 +432,7 @@ class Training:
         self._saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
             contents = restoring.checkpoint_of(self.parts, self._segments)
-            if self._strategy.is_first:
+            if self._strategy.group.is_first:
                 # A folder of this name may now belong to another run.
                 if self._place.is_gone():
                     raise OSError(self._place.problem)
@@ -468,7 +469,7 @@ class Training:
         group, best = self._strategy.group, self.folder / "checkpoints" / "best.pt"
         if group.gather(best.exists())[0]:
             contents = group.share_state(checkpoint.load(best) if group.is_first else None)
-            restoring.restore_weights(self.parts.state, self._strategy, contents)
+            restoring.restore_weights(self.parts.state, contents)
 
     def _check_replicas(self) -> tuple[str, list[str]]:
         """Check that all ranks end with equal weights, unless that is done."""
@@ -504,7 +505,7 @@ class Training:
             )
         self._recorder.close()
         group.barrier()
-        self._strategy.close()
+        group.close()
 
     def _describe_step(self, step: int) -> str:
         """Describe which images a failed step has read, and which checkpoint is the last good one.

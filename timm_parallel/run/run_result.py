@@ -136,7 +136,7 @@ def _skipped(parts: RunParts) -> dict[str, int]:
             counts[name] = len(indices)
             files = getattr(loader.fetcher.split, "files", None)
             first = first or (str(files[indices[0]][0]) if files else f"number {indices[0]}")
-    if counts and parts.strategy.is_first:
+    if counts and parts.strategy.group.is_first:
         per_split = ", ".join(f"{split} {count}" for split, count in counts.items())
         log.info("skipped      unreadable images: %s; the first: %s", per_split, first)
     return counts

@@ -19,6 +19,7 @@ from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
+from timm_parallel.parallel.strategy import whole
 from timm_parallel.run.parts import Phase, RunParts, require_gradients
 from timm_parallel.run.progress import Progress
 from timm_parallel.task import Task
@@ -323,7 +324,7 @@ class Step:
             phase.scaler.unscale_(phase.optimizer)
         if self.is_logged:
             gradients = [p.grad for p in phase.parameters.values() if p.grad is not None]
-            norm = self._strategy.whole(nn.utils.get_total_norm(gradients))
+            norm = whole(nn.utils.get_total_norm(gradients))
             self._norms[phase.name] = norm
         if clip is not None:
             clip()

@@ -39,7 +39,7 @@ def checked(
         except ReplicasDifferError as error:
             return str(error)
         finally:
-            strategy.close()
+            strategy.group.close()
 
 
 def start_and_ends(ranks: Ranks, store: Any) -> list[Any]:

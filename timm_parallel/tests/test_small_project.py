@@ -87,7 +87,7 @@ def train_jobs(ranks: Ranks, store: Any, jobs: list[Job]) -> None:
             strategy, modules = self.parts.strategy, self.parts.state.modules.values()
             # fsdp shards each network and each average.
             parameters = [parameter for module in modules for parameter in module.parameters()]
-            assert {isinstance(of, DTensor) for of in parameters} == {strategy.shards}
+            assert {isinstance(of, DTensor) for of in parameters} == {strategy.traits.shards}
             stop = strategy.group.stop
             with super().training() as started:
                 steps = started.steps

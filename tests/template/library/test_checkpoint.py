@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from src.tasks.classification import Classification
 from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
-from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
 from timm_parallel.run import checkpoint, restoring
@@ -40,7 +38,7 @@ def run_of(*overrides: str, loss: str | None = None) -> RunParts:
     losses, _ = phase.wrapped(next(run.train_loader.epoch(0)))
     losses.mean().backward()
     phase.optimizer.step()
-    run.strategy.close()
+    run.strategy.group.close()
     return run
 
 
@@ -81,25 +79,6 @@ def everything(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def test_watchdog_does_not_count_optimizer_steps_during_a_checkpoint_restore(
-    single: RunParts, contents: Contents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restore steps a copy of the optimizer, which calls the same hooks as a training step. The
-    watchdog must wait for parallel.start_timeout until the first real step.
-    """
-    monkeypatch.setattr(liveness, "steps_done", 0)
-    handle = register_optimizer_step_post_hook(liveness.count_step)
-    try:
-        ticks = liveness.ticks
-        restoring.restore(single.state, single.strategy, contents)
-        assert (liveness.steps_done, liveness.ticks > ticks) == (0, True)
-        single.state.phases[0].optimizer.step()
-        assert liveness.steps_done == 1
-    finally:
-        handle.remove()
-    restoring.restore(single.state, single.strategy, contents)
 
 
 class Summing(Single):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import STRATEGIES, ParallelConfig, strategy_options
+from timm_parallel.keys import STRATEGIES, TRAITS, ParallelConfig, strategy_options
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
@@ -480,7 +480,7 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
     assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
     for key, owner in strategy_options().items():
-        for strategy in ("auto", *STRATEGIES, STRATEGIES["single"].name):
+        for strategy in ("auto", *STRATEGIES, STRATEGIES["single"]):
             parallel = ParallelConfig(strategy=strategy)
             setattr(parallel, key, 1)
             if strategy == owner:
@@ -495,24 +495,20 @@ def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
 
 @portable
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_table_of_built_in_strategies_states_the_attributes_of_their_classes(
-    strategy: str,
-) -> None:
-    stated = asdict(STRATEGIES[strategy])
-    strategy_class = import_name(stated.pop("name"))
-    assert stated == {name: getattr(strategy_class, name) for name in stated}
+def test_class_of_a_built_in_strategy_has_the_traits_of_the_table(strategy: str) -> None:
+    assert import_name(STRATEGIES[strategy]).traits == TRAITS[strategy]
 
 
 @portable
 def test_strategy_given_as_a_class_name_follows_the_same_rules_as_its_short_name() -> None:
-    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"].name)
+    fsdp = ParallelConfig(strategy=STRATEGIES["fsdp"])
     assert fsdp.has_ranks and not fsdp.has_one_process
     check_combination(Config(parallel=fsdp, model=ModelConfig(sync_bn=True)))
     for refused, key in (
         (Config(parallel=fsdp, model=ModelConfig(compile=True)), "model.compile"),
         (Config(parallel=fsdp, optim=OptimConfig(opt="muon")), "optim.opt"),
         (
-            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"].name, devices=2)),
+            Config(parallel=ParallelConfig(strategy=STRATEGIES["single"], devices=2)),
             "parallel.devices",
         ),
     ):

@@ -98,7 +98,7 @@ def measured(ranks: Ranks, store: Any, kind: str, devices: int) -> list[dict[str
         )
         # With thousands of classes, memory must not grow with their square.
         assert max(sums.numel() for sums in evaluation.sums.values()) <= 500 * num_classes
-    strategy.close()
+    strategy.group.close()
     return actual
 
 
@@ -200,7 +200,7 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
         actual = evaluate(networks, loader, task_of(4), strategy.group, metrics=metrics)
         assert actual is not None and actual.samples == num_samples - len(unreadable)
         values.append(actual.numbers["by_row"])
-    strategy.close()
+    strategy.group.close()
     return values
 
 

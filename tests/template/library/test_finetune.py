@@ -191,7 +191,7 @@ def read_by(ranks: Ranks, store: Any, root: str, *overrides: str) -> list[str]:
         for _ in train.epoch(epoch):
             pass
     train.close()
-    parts.strategy.close()
+    parts.strategy.group.close()
     return actual
 
 

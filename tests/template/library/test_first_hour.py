@@ -232,7 +232,7 @@ def two_steps(ranks: Ranks, store: Any, find: bool) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        strategy.close()
+        strategy.group.close()
     return "trained"
 
 

@@ -25,7 +25,7 @@ from tests.template.runs import parts_of, resolved, start_run
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.fully_sharded import LockstepNetworks, blocks_of, vector_layers
-from timm_parallel.parallel.strategy import build_strategy
+from timm_parallel.parallel.strategy import build_strategy, part, whole
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.evaluation import evaluate
 from timm_parallel.run.parts import RunParts, evaluation_networks
@@ -135,7 +135,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], 
     saved = restoring.snapshot(state, parts.strategy)
     tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
     assert not any(isinstance(tensor, DTensor) for tensor in tensors)
-    parts.strategy.close()
+    parts.strategy.group.close()
     return sizes, sum(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))
 
 
@@ -164,21 +164,16 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
             # Use random gradients instead of those of a loss. Some optimizers amplify rounding
             # errors of gradients near zero.
             for parameter in state.model.parameters():
-                parameter.grad = parts.strategy.part(
-                    torch.randn(parameter.shape, generator=draw), parameter
-                )
+                parameter.grad = part(torch.randn(parameter.shape, generator=draw), parameter)
             nn.utils.clip_grad_norm_(state.model.parameters(), 1)
             state.phases[0].optimizer.step()
             state.phases[0].optimizer.zero_grad()
             if step == 1:
                 saved = parts.strategy.group.share_state(restoring.snapshot(state, parts.strategy))
                 restoring.restore(state, parts.strategy, saved)
-        whole = [
-            parts.strategy.whole(parameter.detach()).flatten()
-            for parameter in state.model.parameters()
-        ]
-        weights[name] = torch.cat(whole).numpy()
-        parts.strategy.close()
+        tensors = [whole(parameter.detach()).flatten() for parameter in state.model.parameters()]
+        weights[name] = torch.cat(tensors).numpy()
+        parts.strategy.group.close()
     return weights
 
 
@@ -208,7 +203,7 @@ def collectives_of_a_step(ranks: Any, store: Any) -> list[dict[str, int]]:
                     backward(parts)
             backward(parts)
         counts.append({str(op): number for op, number in communication.get_comm_counts().items()})
-        parts.strategy.close()
+        parts.strategy.group.close()
     return counts
 
 
@@ -335,7 +330,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
     # Check that a training step still works after the evaluation.
     parts.state.phases[0].wrapped.train()
     backward(parts)
-    parts.strategy.close()
+    parts.strategy.group.close()
     return None if actual is None else [actual.samples, actual.numbers["loss"]]
 
 
@@ -422,7 +417,7 @@ def refusals_of_fsdp(ranks: Ranks, store: Any) -> list[str]:
             messages.append("")
         except ValueError as error:
             messages.append(str(error))
-        strategy.close()
+        strategy.group.close()
     return messages
 
 

@@ -191,7 +191,7 @@ def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
             communication.start_measuring()
         wrapped(random_batch())[0].mean().backward()
     measured = communication.seconds()
-    strategy.close()
+    strategy.group.close()
     assert measured is not None
     return measured
 
@@ -210,7 +210,7 @@ def of_strategy(ranks: Ranks, store: Any, *overrides: str) -> Any:
         strategy.communication(step).seconds(),
         strategy.communication(step).bytes(step.parameters()),
     )
-    strategy.close()
+    strategy.group.close()
     return measured
 
 

@@ -277,7 +277,7 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     if change == "labels":
         shift_synthetic_labels(ranks.rank)
     try:
-        parts_of(config, ranks, store).strategy.close()
+        parts_of(config, ranks, store).strategy.group.close()
     except ValueError as error:
         return str(error)
     return ""

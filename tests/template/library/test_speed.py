@@ -30,6 +30,7 @@ from tests.template.runs import (
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
+from timm_parallel.parallel.group import share_buffers
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
@@ -206,14 +207,14 @@ def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, li
         wrapped(Batch(fields))[0].mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    strategy.buffers.share(model)
+    share_buffers(model, strategy.group, averages=False)
     sends = bool(
         wrapped.broadcast_buffers
         if hasattr(wrapped, "broadcast_buffers")
         else wrapped.forward_sync_buffers
     )
     bits = [float(tensor.double().sum()) for tensor in model.state_dict().values()]
-    strategy.close()
+    strategy.group.close()
     return sends, bits
 
 

@@ -157,7 +157,7 @@ def read_in_rank(ranks: Ranks, store: Any, root: str) -> tuple[int, int, int]:
     resolved = cast(ResolvedConfig, as_resolved(config))
     strategy = build_strategy(resolved, ranks, store)
     split = build_data_and_model(resolved, strategy).dataset.train
-    strategy.close()
+    strategy.group.close()
     return len(downloads), len(split), split[23][1]
 
 

@@ -19,6 +19,7 @@ from src.train.optim import build_learning, build_optimizer, build_schedule
 from tests.template.runs import resolved
 from timm_parallel import Metric, Task
 from timm_parallel.config.suggest import timm_optimizers
+from timm_parallel.keys import StrategyTraits
 
 # Optimizers of Apex and bitsandbytes need CUDA and more packages. Compiling kron, kronc or kronw
 # takes 20 s.
@@ -196,7 +197,7 @@ def test_key_that_does_not_fit_the_phases_or_loss_of_a_task_is_refused(
 def test_keys_of_a_phase_change_its_optimizer_alone() -> None:
     config = resolved("optim.lr=0.1")
     config.optim.of = {"critic": {"opt": "sgd", "lr": 0.02}}
-    strategy: Any = SimpleNamespace(shards=False, device=torch.device("cpu"))
+    strategy: Any = SimpleNamespace(traits=StrategyTraits(), device=torch.device("cpu"))
     built = {
         phase: build_learning(config, strategy, phase, {phase: nn.Linear(2, 2)}, 5).optimizer
         for phase in ("model", "critic")

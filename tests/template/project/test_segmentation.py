@@ -146,7 +146,7 @@ def measured(ranks: Ranks, store: Any, mode: str) -> dict[str, Any]:
     networks = Networks({"model": pixelwise()})
     evaluation = evaluate(networks, loader, task, strategy.group, keep_rows=True)
     assert evaluation is not None
-    strategy.close()
+    strategy.group.close()
     return {**evaluation.numbers, **task.details(evaluation), "table": task.table(evaluation)}
 
 

@@ -92,7 +92,7 @@ def three_steps(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) ->
                 assert all(bool(weight.isfinite().all()) for weight in network.parameters())
         assert (parts.state.ema is None) == (option != "ema")
         outcomes[option] = losses
-        parts.strategy.close()
+        parts.strategy.group.close()
     return outcomes
 
 

@@ -58,7 +58,7 @@ def train(
         list(take_steps(run))
     except NotFiniteError as error:
         message = str(error)
-        run.parts.strategy.close()
+        run.parts.strategy.group.close()
     return {"message": message, "step": run.parts.progress.step}
 
 

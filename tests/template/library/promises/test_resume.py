@@ -118,7 +118,7 @@ def train(
         assert stop_at is None, "the run did not stop"
     except Stopped:
         assert parts.progress.step in (stop_at, (stop_at or 0) + 1)
-        parts.strategy.close()
+        parts.strategy.group.close()
     return read
 
 

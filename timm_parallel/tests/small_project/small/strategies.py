@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from timm_parallel import Strategy
+from timm_parallel import Distributed, Strategy
 
 
 class Each(Strategy):
     """Strategy that trains with one rank per device and averages gradients over the ranks."""
 
-    process_per_device = True
+    traits = Distributed.traits
 
     def choose_devices(self, ranks: Any) -> list[torch.device]:
         return [torch.device("cpu")]
