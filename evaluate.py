@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.app import app
+from src.schema import ResolvedConfig
 from timm_parallel import (
     CommandLine,
     check_data,
@@ -83,7 +83,8 @@ def _evaluate(given: argparse.Namespace, overrides: list[str], arguments: list[s
     if given.worst is None and given.page is not None:
         raise ValueError(f"page={given.page}: needs a number of images; give worst=50 too")
     page = given.page or (given.run or Path()) / "worst.html"
-    config = app.own_resolved(evaluation_config(given.run, overrides))
+    config = evaluation_config(given.run, overrides)
+    assert isinstance(config, ResolvedConfig)
     check_data(config, None if given.run is None else given.split)
 
     def evaluate(strategy: Strategy) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from src import app as project
-from src.schema import Config, ResolvedConfig
 from timm_parallel import App, compose, resolve
 
 
 @pytest.fixture(scope="session")
-def app() -> App[Config, ResolvedConfig]:
+def app() -> App:
     """Return the project that the fixtures of timm_parallel.testing train."""
     return project.app
 

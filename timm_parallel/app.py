@@ -12,19 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.machine.imports import imports_without_gc
 
 # Name of an app by convention, for scripts and notebooks that do not import theirs.
 DEFAULT = "src.app:app"
-C = TypeVar("C", bound=Config)
-R = TypeVar("R", bound=ResolvedConfig)
 
 
 @dataclass(frozen=True)
-class App(Generic[C, R]):
+class App:
     """A project that the library trains. Building an App makes that project the current one of this
     process.
     """
@@ -33,8 +30,9 @@ class App(Generic[C, R]):
     name: str
     # Folder that contains train.py, conf/ and the project's package.
     root: Path
-    config: type[C]
-    resolved: type[R]
+    # Its config class, and that of configs in which each `auto` is replaced.
+    config: type[Config]
+    resolved: type[ResolvedConfig]
     # Dotted name of the function that builds the parts of a run on one rank with `build_parts`.
     # Arguments: config, strategy.
     build: str
@@ -56,30 +54,11 @@ class App(Generic[C, R]):
         global _current
         _current = self
 
-    @property
-    def package(self) -> str:
-        """Name of the project's package, e.g. `src`."""
-        return self.name.partition(".")[0]
 
-    def own(self, config: Config) -> C:
-        """Return `config` unchanged, typed as the project's config class. Raises AssertionError for
-        another class.
-        """
-        assert isinstance(config, self.config)
-        return config
-
-    def own_resolved(self, config: ResolvedConfig) -> R:
-        """Return `config` unchanged, typed as the project's class of resolved configs. Raises
-        AssertionError for another class.
-        """
-        assert isinstance(config, self.resolved)
-        return config
+_current: App | None = None
 
 
-_current: App[Any, Any] | None = None
-
-
-def current() -> App[Any, Any]:
+def current() -> App:
     """Return the app of this process: the last one that was built. If there is none, import
     src.app:app.
     """
@@ -93,6 +72,11 @@ def import_all() -> None:
     with imports_without_gc():
         for module in current().preload:
             import_module(module)
+
+
+def package() -> str:
+    """Return the name of the project's package, e.g. `src`."""
+    return current().name.partition(".")[0]
 
 
 def root() -> Path:
@@ -125,7 +109,7 @@ def code_files() -> dict[str, Path]:
     the library.
     """
     project, library = root(), Path(__file__).parent
-    own = [project / "train.py", *sorted((project / current().package).rglob("*.py"))]
+    own = [project / "train.py", *sorted((project / package()).rglob("*.py"))]
     files = {path.relative_to(project).as_posix(): path for path in own}
     for path in sorted(library.rglob("*.py")):
         if path.relative_to(library).parts[0] not in ("tests", "testing"):
@@ -143,7 +127,7 @@ def code_hashes() -> dict[str, str]:
     }
 
 
-def find_app(name: str) -> App[Any, Any]:
+def find_app(name: str) -> App:
     """Import an app by a name such as `src.app:app` (`<module>:<attribute>`). Raises ValueError if
     the attribute is no App.
     """

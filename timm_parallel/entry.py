@@ -28,7 +28,7 @@ from timm_parallel.machine.streams import keep_running_without_stdout
 MULTIRUN = "timm_parallel.lab.multirun.main"
 
 
-def main(app: App[Any, Any]) -> NoReturn:
+def main(app: App) -> NoReturn:
     """Run the command line of train.py, and exit with its exit code."""
     keep_running_without_stdout()
     # torchrun starts this process as a rank, so exit as a rank does: without destructors that may
@@ -36,7 +36,7 @@ def main(app: App[Any, Any]) -> NoReturn:
     exit_process(run_command(app))
 
 
-def run_command(app: App[Any, Any]) -> int:
+def run_command(app: App) -> int:
     """Train, sweep or print help, as the command line says. Return the exit code of train.py: 0
     done, 1 failed, 2 rejected command or config, 128 + N stopped by signal N.
     """
@@ -80,7 +80,7 @@ def _signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
     return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
-def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
+def _lead(app: App, ranks: Ranks | None) -> int:
     """Parse the command line and carry it out, as rank 0 or as the only process. If the command
     line is rejected, tell the reason to the other ranks, which wait for a config.
     """
@@ -144,7 +144,7 @@ def _parse(command_line: list[str]) -> Any:
     return parser.parse_intermixed_args(command_line)
 
 
-def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
+def _run(app: App, arguments: Any, ranks: Ranks | None) -> int:
     """Compose and check the config, create or reopen the run folder, and start the ranks. Under
     torchrun this process is rank 0 and trains itself. Return the exit code.
     """
@@ -223,7 +223,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     return code or submit(config, folder)
 
 
-def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
+def _sweep(app: App, arguments: Any, ranks: Ranks | None) -> int:
     """Run a sweep (--multirun): compose the configs of all jobs first, then run each job in
     separate processes. Return the exit code.
     """
@@ -235,7 +235,7 @@ def _sweep(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     return int(import_name(MULTIRUN)(arguments))
 
 
-def _show_with_hydra(app: App[Any, Any], arguments: Any) -> int:
+def _show_with_hydra(app: App, arguments: Any) -> int:
     """Let Hydra print the output of --help, --hydra-help, --cfg, --info or shell completion. Return
     exit code 0.
     """

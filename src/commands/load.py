@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from src.app import app
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
@@ -60,7 +59,8 @@ def load_trained(
     where the model is placed; None: on the CPU.
     """
     device = device or torch.device("cpu")
-    config = app.own_resolved(load_config(folder))
+    config = load_config(folder)
+    assert isinstance(config, ResolvedConfig)
     path, contents = read_checkpoint(folder, which)
     preprocessing = Preprocessing(**contents["preprocessing"])
     weights = weights or ("ema" if config.checkpoint.metric.endswith("_ema") else "model")

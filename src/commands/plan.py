@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from src.app import app
 from src.models.build import build_model
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
@@ -90,7 +89,8 @@ def plan(
     """
     # Without data, a config may lack the folder of the data too.
     without_data = [] if sizes is None else ["data.root=null"]
-    config = app.own(compose(*without_data, *overrides))
+    config = compose(*without_data, *overrides)
+    assert isinstance(config, Config)
     if sizes is None:
         try:
             check_data(config)
@@ -137,7 +137,8 @@ def _resolved_for(config: Config, devices: int) -> ResolvedConfig:
     config.parallel.choose_strategy(several=devices > 1)
     check_config(config)
     sizes = (devices, 1) if config.parallel.has_ranks else ()
-    resolved = app.own_resolved(resolve(config, *sizes))
+    resolved = resolve(config, *sizes)
+    assert isinstance(resolved, ResolvedConfig)
     # The ranks of a run choose the precision, and a plan has none.
     if resolved.train.precision == "auto":
         resolved.train.precision = "bf16" if resolved.parallel.accelerator == "cuda" else "fp32"

@@ -99,7 +99,13 @@ def resolved(*overrides: str) -> ResolvedConfig:
     """Build the resolved config that `python train.py` would use with the overrides in TINY and the
     given overrides. TINY sets a tiny model and 192 training images.
     """
-    return app.own_resolved(resolve(compose(*tiny(*overrides))))
+    return own(resolve(compose(*tiny(*overrides))))
+
+
+def own(config: Any) -> ResolvedConfig:
+    """Return a resolved config, whose class is that of the project."""
+    assert isinstance(config, ResolvedConfig)
+    return config
 
 
 def run_warm(folder: Path, *overrides: str) -> Path:

@@ -18,11 +18,10 @@ from timm.models import VisionTransformer
 from torch import Tensor
 from torchvision.transforms import v2
 
-from src.app import app
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
 from src.schema import DataConfig
-from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, cpu_strategy
+from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, cpu_strategy, own
 from timm_parallel import build_strategy
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
@@ -281,7 +280,7 @@ def test_local_sgd_trains_like_a_single_device_when_it_averages_after_each_step(
 
 def evaluated(run: Path) -> dict[str, Any]:
     """Evaluate the last checkpoint of a run on val, as evaluate.py does."""
-    config = app.own_resolved(evaluation_config(run, ["parallel=single"]))
+    config = own(evaluation_config(run, ["parallel=single"]))
     return dict(evaluate_config(config, build_strategy(config), run, "val", "last"))["val"]
 
 
@@ -344,7 +343,7 @@ def test_predictions_of_keypoints_have_the_distance_of_the_evaluation(
     train: Any, tmp_path: Path
 ) -> None:
     run = train("keypoints", "single")
-    dataset = load_dataset(app.own_resolved(load_config(run)))
+    dataset = load_dataset(load_config(run))
     predictions = predicted(run, dataset.val, tmp_path)
     outputs = torch.tensor([list(prediction.values()) for prediction in predictions])
     points = torch.stack([points for _, points in map(dataset.val.__getitem__, range(256))])
@@ -358,7 +357,7 @@ def test_predictions_of_lora_have_the_accuracy_of_the_evaluation(
     train: Any, tmp_path: Path
 ) -> None:
     run = train("lora", "single")
-    val = load_dataset(app.own_resolved(load_config(run))).val
+    val = load_dataset(load_config(run)).val
     predictions = predicted(run, val, tmp_path)
     hits = [
         prediction["class_1"] == str(val[index][1]) for index, prediction in enumerate(predictions)
@@ -404,7 +403,7 @@ def test_predict_py_predicts_each_image_with_an_example(
     train: Any, example: str, tmp_path: Path
 ) -> None:
     run = train(example, "single")
-    predictions = predicted(run, load_dataset(app.own_resolved(load_config(run))).val, tmp_path)
+    predictions = predicted(run, load_dataset(load_config(run)).val, tmp_path)
     assert all(predictions) and len({frozenset(prediction) for prediction in predictions}) == 1
 
 
@@ -415,6 +414,6 @@ def test_predict_py_names_the_field_that_a_task_needs_besides_the_image(
     train: Any, tmp_path: Path
 ) -> None:
     run = train("two_inputs", "single")
-    val = load_dataset(app.own_resolved(load_config(run))).val
+    val = load_dataset(load_config(run)).val
     with pytest.raises(ValueError, match="numbers"):
         predicted(run, val, tmp_path)

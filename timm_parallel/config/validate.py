@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from timm_parallel.app import current
+from timm_parallel.app import current, package
 from timm_parallel.config.explain import type_text
 from timm_parallel.config.suggest import hint, timm_models, timm_optimizers, timm_tags
 from timm_parallel.errors import ONE_PROCESS, Problem, RefusedError
@@ -216,11 +216,10 @@ def own_class_problems(key: str, name: str) -> Iterator[str]:
     """Yield an error message if a class of the project does not exist. `key`: the config key that
     names the class. `name`: dotted name of the class.
     """
-    package = current().package
-    if find_class(name, package) is None:
+    if find_class(name, package()) is None:
         yield (
-            f"{key}={name}: no such class; expected {package}.<module>.<Class> with <module> "
-            f"a file under {package}/"
+            f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
+            f"a file under {package()}/"
         )
 
 
@@ -284,7 +283,6 @@ def _names(config: Config) -> Iterator[str]:
     """Yield an error message for each name of a model, optimizer, dataset, task or training loop
     that neither the project nor timm has.
     """
-    package = current().package
     yield from _weights_problems(config.model.kwargs)
     chosen = {
         "model.name": (config.model.name, _model_problems),
@@ -298,10 +296,10 @@ def _names(config: Config) -> Iterator[str]:
         chosen["train.task"] = config.train.task, _task
     for key, (name, problems) in chosen.items():
         yield from own_class_problems(key, name) if is_own_class(name) else problems(name)
-    if (loop := config.train.loop) is not None and not callable(find_name(loop, package)):
+    if (loop := config.train.loop) is not None and not callable(find_name(loop, package())):
         yield (
-            f"train.loop={loop}: no such function; expected {package}.<module>.<function> with "
-            f"<module> a file under {package}/"
+            f"train.loop={loop}: no such function; expected {package()}.<module>.<function> with "
+            f"<module> a file under {package()}/"
         )
 
 
@@ -354,7 +352,7 @@ def _task(name: str) -> Iterator[str]:
     if name not in known:
         yield (
             f"train.task={name}: unknown task{hint(name, known)}, or give "
-            f"{current().package}.tasks.<module>.<Class>"
+            f"{package()}.tasks.<module>.<Class>"
         )
 
 
@@ -366,7 +364,7 @@ def _strategy(config: Config) -> Iterator[str]:
     elif name not in known:
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}; a class of your own "
-            f"is named {current().package}.<module>.<Class>"
+            f"is named {package()}.<module>.<Class>"
         )
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from timm_parallel.app import current
+from timm_parallel.app import current, package
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
@@ -199,7 +199,7 @@ def _set_up_output(rank_log: Path, ranks: Ranks) -> TextIO:
         os.dup2(stream.fileno(), 2)
     handlers[0].setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    for name in (current().package, "timm_parallel"):
+    for name in (package(), "timm_parallel"):
         logging.getLogger(name).setLevel(logging.INFO)
     logging.captureWarnings(True)
     faulthandler.enable(stream, all_threads=True)

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -132,13 +131,13 @@ def _seconds(item: pytest.Item) -> float:
 
 
 @pytest.fixture(scope="session")
-def app() -> App[Any, Any]:
+def app() -> App:
     """Return the project under test."""
     raise NotImplementedError("a conftest.py must override the fixture app")
 
 
 @pytest.fixture(scope="session")
-def tiny_run(app: App[Any, Any]) -> tuple[str, ...]:
+def tiny_run(app: App) -> tuple[str, ...]:
     """Return the overrides of a training run of a few seconds."""
     return app.trial
 
@@ -152,9 +151,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, caches: Path, app: App[Any, Any], tiny_run: tuple[str, ...]
-) -> Iterator[Train]:
+def train(tmp_path: Path, caches: Path, app: App, tiny_run: tuple[str, ...]) -> Iterator[Train]:
     starter = Train(tmp_path, caches, app.root, tiny_run)
     yield starter
     starter.close()
@@ -162,7 +159,7 @@ def train(
 
 @pytest.fixture
 def refuse(
-    app: App[Any, Any],
+    app: App,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -209,7 +206,7 @@ def _no_child(*arguments: object, **options: object) -> None:
 def train_shared(
     tmp_path_factory: pytest.TempPathFactory,
     caches: Path,
-    app: App[Any, Any],
+    app: App,
     tiny_run: tuple[str, ...],
 ) -> Iterator[Train]:
     """Yield an object that starts train.py, like that of the fixture `train`. The runs of this

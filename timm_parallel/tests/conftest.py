@@ -17,17 +17,16 @@ sys.path.insert(0, str(Path(__file__).with_name("small_project")))
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(apps, "_current", None)
     from small import app as project
-    from small.config import Config, ResolvedConfig
 
 
 @pytest.fixture(scope="session")
-def app() -> App[Config, ResolvedConfig]:
+def app() -> App:
     return project.app
 
 
 # Of each module, so that also its fixtures train the small project.
 @pytest.fixture(scope="module", autouse=True)
-def small_project_is_current(app: App[Config, ResolvedConfig]) -> Iterator[None]:
+def small_project_is_current(app: App) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apps, "_current", app)
         yield

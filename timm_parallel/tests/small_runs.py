@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small.app import app
 from small.config import ResolvedConfig
 from torch import Tensor
 
@@ -30,7 +29,9 @@ TASKS = {
 def resolved(*overrides: str) -> ResolvedConfig:
     """Build the resolved config of a run on one device, or as the overrides say."""
     words = configs.merged("parallel=single", "parallel.threads_per_device=1", *overrides)
-    return app.own_resolved(configs.resolved(*words))
+    config = configs.resolved(*words)
+    assert isinstance(config, ResolvedConfig)
+    return config
 
 
 def start_run(

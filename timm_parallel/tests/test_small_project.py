@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from small.app import app
 from small.config import Config, DataConfig, ResolvedConfig
 from small.data import Scattered, Spots
 from small.model import Tiny
@@ -127,7 +126,9 @@ def config_of(task: str, strategy: str, devices: int, accumulate: int = 1) -> Re
     composed = _composed(task)
     composed.parallel.strategy, composed.parallel.devices = strategy, devices
     composed.data.batch_size, composed.train.accumulate = 12 // accumulate, accumulate
-    return app.own_resolved(resolve(composed))
+    config = resolve(composed)
+    assert isinstance(config, ResolvedConfig)
+    return config
 
 
 @cache

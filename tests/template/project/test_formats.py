@@ -10,10 +10,9 @@ import pytest
 import timm
 import torch
 
-from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
-from tests.template.runs import resolved, tiny, train_run
+from tests.template.runs import own, resolved, tiny, train_run
 from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
@@ -127,7 +126,7 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     precision = "bf16" if bf16 else "fp32"
     with caplog.at_level("INFO", logger="timm_parallel"):
         assert train(Ranks(), None, str(tmp_path), bf16, "parallel=single") == precision
-    config = app.own_resolved(load_config(tmp_path))
+    config = own(load_config(tmp_path))
     assert (config.train.precision, config.model.channels_last) == (precision, False)
     [line] = [line for line in caplog.messages if line.startswith("model ")]
     assert line.endswith(precision)

@@ -15,12 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 import evaluate as entry
-from src.app import app
 from src.commands.evaluate import evaluate_config, worst_images
 from src.commands.load import load_trained
 from src.schema import ResolvedTrain
 from src.tasks.images import find_task
-from tests.template.runs import resolved, run_warm
+from tests.template.runs import own, resolved, run_warm
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
@@ -43,9 +42,7 @@ def pictures_of(page: Path) -> list[Image.Image]:
 
 def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
     words = [] if store is None else ["parallel=ddp", "parallel.devices=2"]
-    config = app.own_resolved(
-        compose_evaluation(Path(run), words, None if store is None else ranks)
-    )
+    config = own(compose_evaluation(Path(run), words, None if store is None else ranks))
     options: Any = {"worst": 7, "page": Path(page)}
     strategy = build_strategy(config, ranks, store)
     assert list(evaluate_config(config, strategy, Path(run), "val", "last", **options))
