@@ -26,6 +26,7 @@ from timm_parallel import (
     ResolvedParallel,
     import_name,
     is_own_class,
+    is_timm_dataset,
     key,
     option_problems,
     own_class_problems,
@@ -153,11 +154,9 @@ class ModelConfig(timm_parallel.ModelConfig):
     def for_evaluation(self) -> None:
         self.sync_bn, self.compile = False, False
 
-    def problems_without_cuda(self) -> Iterator[str]:
-        if self.sync_bn:
-            yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
-
     def problems(self, whole: Config) -> Iterator[str]:
+        if self.sync_bn and whole.parallel.accelerator in ("cpu", "mps"):
+            yield "model.sync_bn=true: torch's SyncBatchNorm requires CUDA; leave it at false"
         if self.weights is not None and self.pretrained:
             yield (
                 f"model.weights={self.weights}: conflicts with model.pretrained=true; set one "
@@ -399,10 +398,6 @@ class DataConfig(timm_parallel.DataConfig):
     def pairs_images(self) -> bool:
         return self.augment.mixes
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        return {"aug_repeats": self.augment.aug_repeats, "balance": self.balance}
-
     def problems(self, whole: Config) -> Iterator[str]:
         for name in ("image_size", "eval_image_size"):
             if not is_size(getattr(self, name)):
@@ -453,9 +448,11 @@ class DataConfig(timm_parallel.DataConfig):
             "max_value": ("folder", "csv", "segmentation", "timm"),
         }
         # data=timm has several names of datasets.
-        option = "timm" if self.is_from_timm else self.name
+        option = "timm" if is_timm_dataset(self.name) else self.name
         for name, datasets in readers.items():
-            if getattr(self, name) is not None and not (option in datasets or self.is_own):
+            if getattr(self, name) is not None and not (
+                option in datasets or is_own_class(self.name)
+            ):
                 yield (
                     f"data.{name}={getattr(self, name)}: only data={' and data='.join(datasets)} "
                     f"read it, not data={self.name}"
@@ -629,7 +626,7 @@ class OptimConfig(timm_parallel.OptimConfig):
         """
         # A class of your own declares by this attribute that it can update a shard of a tensor.
         works_on_parts = self.opt in OPTIMIZERS_OF_PARTS or (
-            self.is_own and getattr(import_name(self.opt), "works_on_parts", False)
+            is_own_class(self.opt) and getattr(import_name(self.opt), "works_on_parts", False)
         )
         if not works_on_parts:
             yield (
@@ -697,10 +694,6 @@ class Config(timm_parallel.Config):
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-
-    @property
-    def data_check_reads(self) -> tuple[Any, ...]:
-        return (self.data, self.train.task)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from timm_parallel.keys import ResolvedParallel as ResolvedParallel
 from timm_parallel.keys import key as key
 from timm_parallel.keys import leaves as leaves
 from timm_parallel.keys import is_own_class as is_own_class
+from timm_parallel.keys import is_timm_dataset as is_timm_dataset
 from timm_parallel.config.validate import option_problems as option_problems
 from timm_parallel.config.validate import own_class_problems as own_class_problems
 from timm_parallel.checked_configs import compose as compose

@@ -309,16 +309,11 @@ class ModelConfig:
         {}, help="More arguments of `timm.create_model`, or of your class."
     )
 
-    @property
-    def is_own(self) -> bool:
-        """True if model.name is a class of the project and not a timm model."""
-        return is_own_class(self.name)
-
     def problems(self, whole: Any) -> Iterator[str]:
         """Yield an error message for each model key that does not fit the other keys of the
         config.
         """
-        if not (self.pretrained and self.is_own):
+        if not (self.pretrained and is_own_class(self.name)):
             return
         if not getattr(import_name(self.name), "has_pretrained", False):
             yield (
@@ -330,12 +325,6 @@ class ModelConfig:
         """Reset the model keys that only training uses. Called on the config of an evaluation. This
         base class resets nothing, because it has no such key.
         """
-
-    def problems_without_cuda(self) -> Iterator[str]:
-        """Yield an error message for each model key that requires CUDA. Called for a run on another
-        device. This base class yields nothing, because it has no such key.
-        """
-        yield from ()
 
 
 @dataclass
@@ -377,28 +366,9 @@ class DataConfig:
     kwargs: dict[str, Any] = key({}, help="More arguments of the dataset's class.")
 
     @property
-    def is_own(self) -> bool:
-        """True if data.name is the dotted name of a class of the project."""
-        return is_own_class(self.name)
-
-    @property
-    def is_from_timm(self) -> bool:
-        """True if data.name belongs to timm's dataset factory: `torch/cifar10`, `hfds/<name>`,
-        `wds/…` or `tar`.
-        """
-        return is_timm_dataset(self.name)
-
-    @property
     def pairs_images(self) -> bool:
         """True if mixup or cutmix mixes pairs of images, so that each rank needs an even batch."""
         return False
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Dictionary of settings that affect the order of training images, such as the number of
-        augmented copies. Seed and batch size affect the order too, but are not included.
-        """
-        return {}
 
 
 @dataclass
@@ -560,11 +530,6 @@ class OptimConfig:
     opt: str = key("adamw", help="Any timm optimizer, or `src.<module>.<Class>` of your own.")
     lr: float = key(1e-3, gt=0, help="Peak learning rate, before lr_rule.")
 
-    @property
-    def is_own(self) -> bool:
-        """True if optim.opt is a class of the project and not a timm optimizer."""
-        return is_own_class(self.opt)
-
 
 @dataclass
 class TrainConfig:
@@ -608,9 +573,10 @@ class TrainConfig:
         None, ge=1, help="Record so many steps with torch.profiler; see debug=profile."
     )
 
-    def is_out_of_time(self, seconds: float) -> bool:
-        """Return True if train.max_minutes is reached after `seconds` of training steps."""
-        return self.max_minutes is not None and seconds >= 60 * self.max_minutes
+
+def is_out_of_time(train: TrainConfig, seconds: float) -> bool:
+    """Return True if train.max_minutes is reached after `seconds` of training steps."""
+    return train.max_minutes is not None and seconds >= 60 * train.max_minutes
 
 
 @dataclass
@@ -668,13 +634,6 @@ class Config:
     search: SearchConfig = field(default_factory=SearchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
-
-    @property
-    def data_check_reads(self) -> tuple[Any, ...]:
-        """Config values that the data check of the project (`App.check_data`) reads. A sweep checks
-        the data only once for jobs in which these values are equal.
-        """
-        return (self.data,)
 
     @property
     def objective(self) -> str:

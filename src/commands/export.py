@@ -19,7 +19,14 @@ from torch import nn
 
 from src.commands.load import Trained
 from src.tasks.classification import sigmoid
-from timm_parallel import read_environment, read_metrics, read_result, write_json, write_text
+from timm_parallel import (
+    is_own_class,
+    read_environment,
+    read_metrics,
+    read_result,
+    write_json,
+    write_text,
+)
 
 # Largest difference between the outputs of the exported program and those of the model that counts
 # as rounding. It is relative to the largest score, or absolute if all scores are below 1.
@@ -47,7 +54,7 @@ def export_safetensors(trained: Trained, folder: Path) -> list[str]:
     Raises RuntimeError if the exported model has other outputs than the checkpoint.
     """
     path, name = folder / "model.safetensors", trained.config.model.name
-    if trained.config.model.is_own:
+    if is_own_class(trained.config.model.name):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {key: tensor.contiguous() for key, tensor in trained.model.state_dict().items()}, path
@@ -206,7 +213,7 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     checkpoint.
     """
     name = trained.config.model.name
-    if trained.config.model.is_own:
+    if is_own_class(trained.config.model.name):
         raise ValueError(
             f"format=hub: model.name={name}: expected a model of timm; use another format"
         )

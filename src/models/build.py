@@ -17,6 +17,7 @@ from src.schema import ModelConfig
 from timm_parallel import (
     create_model_with_filter,
     import_class,
+    is_own_class,
     refuse_failed_download,
     refuse_wrong_arguments,
 )
@@ -47,7 +48,7 @@ def build_model(
     # key of conf/model/<option>.yaml.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
     receiver = f"model.name={config.name}"
-    if config.is_own:
+    if is_own_class(config.name):
         with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, fix=fix):
             model = _own_model(config, arguments)
     else:

@@ -31,6 +31,7 @@ from timm_parallel import (
     build_parts,
     compile_model,
     freeze,
+    is_timm_dataset,
     load_dataset,
     load_weights,
     preprocessing_of,
@@ -68,7 +69,7 @@ def build_data_and_model(
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Let one rank of each node download weights and data first. The other ranks then read them from
     # the cache.
-    may_download = config.model.pretrained or config.data.is_from_timm
+    may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.group.one_of_node_first() if may_download else nullcontext():
         dataset = load_dataset(config, trained_names)
         task = find_task(config.train.task)(config, dataset.target_names)

@@ -79,7 +79,7 @@ def build_optimizer(
         if id(parameter) not in of_model
     }
     kwargs = dict(config.kwargs)
-    name = _register(config.opt) if config.is_own else config.opt
+    name = _register(config.opt) if is_own_class(config.opt) else config.opt
     try:
         optimizer_class = get_optimizer_class(name, bind_defaults=False)
     # timm raises these errors if an optimizer needs Apex or bitsandbytes, and it is not installed.

@@ -22,7 +22,7 @@ from src.commands.evaluate import evaluate_config
 from src.commands.predict import PredictionRequest, predict
 from src.schema import DataConfig
 from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, cpu_strategy, own
-from timm_parallel import build_strategy
+from timm_parallel import build_strategy, is_own_class
 from timm_parallel.checked_configs import check_config, evaluation_config
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -179,7 +179,7 @@ def compose(conf: Path, example: str, spread: str, options: dict[str, str]) -> A
     given = parse(*(f"{key}={value}" for key, value in words.items()), "--config-dir", str(conf))
     config: Any = compose_command(given).config
     # With SGD, rounding errors stay small.
-    if not config.optim.is_own:
+    if not is_own_class(config.optim.opt):
         config.optim.opt, config.optim.lr, config.optim.kwargs = "momentum", 0.01, {}
         config.optim.of = {phase: {"lr": 0.02} for phase in config.optim.of}
     return config

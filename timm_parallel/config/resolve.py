@@ -258,7 +258,7 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"parallel={parallel.strategy}: an Apple GPU is one device; use "
                 "parallel=single, or parallel.accelerator=cpu"
             )
-    yield from config.model.problems_without_cuda()
+    yield from config.model.problems(config)
     if config.train.precision == "tf32":
         yield (
             f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; "

@@ -13,7 +13,7 @@ from timm_parallel.app import current
 from timm_parallel.data.dataset import ImageDataset
 from timm_parallel.data.file_list import batches_per_epoch
 from timm_parallel.errors import refuse_wrong_arguments
-from timm_parallel.keys import TIMM_DATASETS, Config, DataConfig, ResolvedConfig
+from timm_parallel.keys import TIMM_DATASETS, Config, DataConfig, ResolvedConfig, is_timm_dataset
 from timm_parallel.machine.imports import import_class, import_name
 from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.seeds import seed_all
@@ -39,7 +39,7 @@ def build_dataset(
     """
     dataset_class: Any = built_in(config.name)
     if dataset_class is None:
-        dotted = TIMM_DATASETS if config.is_from_timm else config.name
+        dotted = TIMM_DATASETS if is_timm_dataset(config.name) else config.name
         dataset_class = import_class("data.name", dotted, ImageDataset)
     context = {"trained_names": trained_names, "target": target}
     more = {name: context[name] for name in dataset_class.takes}
@@ -82,7 +82,7 @@ def check_root(config: Config) -> None:
         return
     if (dataset_class := built_in(config.data.name)) is not None:
         dataset_class.check(config.data)
-    elif config.data.is_from_timm:
+    elif is_timm_dataset(config.data.name):
         _check_timm_dataset(config.data)
 
 
@@ -93,7 +93,7 @@ def check_data(config: Config, evaluated: str | None = None) -> None:
     """
     if (dataset_class := built_in(config.data.name)) is not None:
         dataset_class.check(config.data, evaluated, _target_of(config))
-    elif config.data.is_from_timm:
+    elif is_timm_dataset(config.data.name):
         _check_timm_dataset(config.data)
 
 

@@ -502,7 +502,7 @@ class TrainLoader(Loader):
         equally often, with replacement; 0 reads each image once per epoch. `replay`: number of
         batches to read once and then replay; None: read all batches.
         """
-        self.replay = replay
+        self.replay, self.balance = replay, balance
         is_stream = hasattr(split, "stream")
         for key, value, off in (
             ("data.balance", balance, 0),

@@ -33,6 +33,7 @@ from timm_parallel.keys import (
     ParallelConfig,
     ResolvedConfig,
     is_below,
+    is_out_of_time,
     leaves,
     strategy_options,
 )
@@ -330,12 +331,12 @@ def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Resul
     if result.epochs >= train.epochs:
         return f"train.epochs={train.epochs}"
     seconds = result.seconds.get("training", 0.0)
-    if train.is_out_of_time(seconds):
+    if is_out_of_time(train, seconds):
         return f"train.max_minutes={train.max_minutes:g}"
     # Only train.early_stop ends a run before its other limits. Its count starts again if
     # checkpoint.metric changes.
     stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
-    stopped_early &= not last.is_out_of_time(seconds)
+    stopped_early &= not is_out_of_time(last, seconds)
     is_same_metric = config.checkpoint.metric == before.checkpoint.metric
     if (
         stopped_early

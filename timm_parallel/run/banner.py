@@ -9,7 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 from timm_parallel.data.decode import decoder_of
-from timm_parallel.keys import ResolvedConfig
+from timm_parallel.keys import ResolvedConfig, is_out_of_time
 from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
 from timm_parallel.parallel.strategy import chunk_sizes, device_model
@@ -171,7 +171,7 @@ def show_end(
         log.info("data wait    %s", wait)
     train = config.train
     # If a run ends before its other limits, train.early_stop has ended it.
-    if train.is_out_of_time(result.seconds.get("training", 0.0)):
+    if is_out_of_time(train, result.seconds.get("training", 0.0)):
         log.info("time         %g minutes are over (train.max_minutes)", train.max_minutes)
     elif (
         train.early_stop

@@ -361,14 +361,15 @@ def data_of_a_step(parts: RunParts) -> dict[str, Any]:
 
     The number of devices is not among them.
     """
-    config = parts.config
+    config, loader = parts.config, parts.train_loader
     return {
-        "images": parts.train_loader.sampler.num_images,
+        "images": loader.sampler.num_images,
         "listing": parts._listing,
         "steps_per_epoch": parts.steps_per_epoch,
         "images_per_step": config.global_batch * config.train.accumulate,
         "seed": config.seed,
-        **config.data.sampling,
+        "aug_repeats": loader.sampler.copies,
+        "balance": loader.balance,
     }
 
 

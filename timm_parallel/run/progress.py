@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.keys import TrainConfig
+from timm_parallel.keys import TrainConfig, is_out_of_time
 from timm_parallel.metric import Metric
 
 
@@ -72,7 +72,7 @@ class Progress:
         The remaining steps are added to the current step, because earlier epochs may have had other
         numbers of steps.
         """
-        if train.is_out_of_time(self.seconds):
+        if is_out_of_time(train, self.seconds):
             return self.step
         left = (train.epochs - self.epoch) * steps_per_epoch - self.step_in_epoch
         return min(self.step + left, train.max_steps or sys.maxsize)

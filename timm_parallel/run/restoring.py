@@ -223,9 +223,9 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
     before = contents["trained_on"]
     differences = [
-        f"{name}: {before.get(name)} -> {value}"
+        f"{name}: {before[name]} -> {value}"
         for name, value in data_of_a_step(parts).items()
-        if before.get(name) != value
+        if before.get(name, value) != value
     ]
     if differences and step:
         raise ValueError(

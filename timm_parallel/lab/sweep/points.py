@@ -225,7 +225,11 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
     with equal data and batches. Jobs on a cluster check their data when they start.
     """
     different = {
-        (repr(config.data_check_reads), config.parallel.devices, config.train.accumulate): config
+        (
+            repr((config.data, config.train.task)),
+            config.parallel.devices,
+            config.train.accumulate,
+        ): config
         for config in configs
         if config.cluster.scheduler == "local"
     }

@@ -20,6 +20,7 @@ from timm_parallel import (
     build_parts,
     find_task,
     import_class,
+    is_own_class,
     load_dataset,
 )
 
@@ -61,7 +62,7 @@ def build(config: ResolvedConfig, strategy: Strategy) -> Any:
 
     def learning(phase: str, networks: dict[str, nn.Module], steps_per_epoch: int) -> Learning:
         optim, trained = config.optim.of_phase(phase), nn.ModuleDict(networks)
-        if optim.is_own:
+        if is_own_class(optim.opt):
             own_class = import_class("optim.opt", optim.opt, Optimizer)
             optimizer = own_class(trained.parameters(), lr=optim.lr)  # type: ignore[call-arg]
         else:
