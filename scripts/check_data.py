@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         if path is not None and path.is_dir():
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
-    from timm_parallel import CsvDataset, check_data, compose, find_task, load_dataset, write_json
+    from timm_parallel import check_data, compose, csv_groups, find_task, load_dataset, write_json
     from timm_parallel.lab import check_images, show_check, write_page
 
     config = compose(*arguments.overrides)
@@ -44,9 +44,7 @@ def main(argv: list[str]) -> int:
     if not is_csv:
         check_data(config)
     dataset = load_dataset(config)
-    report = check_images(
-        dataset, target, CsvDataset.groups(config.data, target) if is_csv else None
-    )
+    report = check_images(dataset, target, csv_groups(config.data, target) if is_csv else None)
     show_check(report)
     if arguments.output is not None:
         write_json(arguments.output, {"format": 1, **asdict(report)})

@@ -33,7 +33,8 @@ from timm_parallel.metric import to_double as to_double
 
 # Data
 from timm_parallel.data.dataset import ImageDataset as ImageDataset
-from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
+from timm_parallel.data.csv_listing import csv_groups as csv_groups
+from timm_parallel.data.dataset import check_classes as check_classes
 from timm_parallel.data.build import check_data as check_data
 from timm_parallel.data.build import load_dataset as load_dataset
 from timm_parallel.data.file_list import batches_per_epoch as batches_per_epoch

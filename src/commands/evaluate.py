@@ -23,6 +23,7 @@ from timm_parallel import (
     Evaluation,
     Strategy,
     build_networks,
+    check_classes,
     check_networks,
     evaluate,
     evaluation_networks,
@@ -198,7 +199,7 @@ def _load_weights(
     if folder is None:
         _check_head(config, model, len(dataset.target_names))
     else:
-        dataset.check_classes(contents.get("classes", dataset.target_names), folder)
+        check_classes(dataset, contents.get("classes", dataset.target_names), folder)
     return ""
 
 

@@ -21,7 +21,10 @@ from src.tasks.classification import (
     without_state,
 )
 from src.tasks.images import LOSS, Criterion
-from timm_parallel import Batch, CsvDataset, Evaluation, Metric
+from timm_parallel import Batch, Evaluation, Metric
+
+# Character between two labels of an image in a table, as in the CSV files of data=csv.
+SEPARATOR = ";"
 
 
 def asymmetric(
@@ -142,9 +145,7 @@ class Multilabel(ClassTask):
         assert evaluation.rows is not None
         _, scores, labels = evaluation.rows
         joined = [
-            CsvDataset.separator.join(
-                name for name, value in zip(self.names, row, strict=True) if value > 0.5
-            )
+            SEPARATOR.join(name for name, value in zip(self.names, row, strict=True) if value > 0.5)
             for row in labels.tolist()
         ]
         # Use double precision, because in single precision all scores above 17 have the probability

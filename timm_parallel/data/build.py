@@ -5,6 +5,7 @@ This module imports torch only when it builds a dataset, so that checks stay fas
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,8 @@ def build_dataset(
         dotted = TIMM_DATASETS if is_timm_dataset(config.name) else config.name
         dataset_class = import_class("data.name", dotted, ImageDataset)
     context = {"trained_names": trained_names, "target": target}
-    more = {name: context[name] for name in dataset_class.takes}
+    accepted = inspect.signature(dataset_class).parameters
+    more = {name: value for name, value in context.items() if name in accepted}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         dataset = cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
     if others := [repr(name) for name in dataset.target_names if not isinstance(name, str)]:

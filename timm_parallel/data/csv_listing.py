@@ -28,6 +28,8 @@ NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Characters that also join the words of a single name.
 WORD_SEPARATORS = " -_"
+# Character between two labels of one image, for tasks in which an image may have several labels.
+SEPARATOR = ";"
 # Characters that other programs write between the labels of an image. Those with a code are a
 # full-width semicolon and comma, and an enumeration comma. Spaces are last, because they may follow
 # another separator.
@@ -55,11 +57,7 @@ class CsvDataset(ImageDataset):
     """Dataset of images and labels that a CSV file lists."""
 
     train: Any
-    # Character between two labels of one image, for tasks in which an image may have several
-    # labels.
-    separator = ";"
     targets = ("label", "labels", "numbers")
-    takes = ("trained_names", "target")
 
     def __init__(
         self,
@@ -130,14 +128,13 @@ class CsvDataset(ImageDataset):
             )
         return notes
 
-    @classmethod
-    def groups(cls, config: DataConfig, target: str) -> dict[str, str]:
-        """Return a dictionary from the path of each image to the value of its column `group`.
 
-        Images with an empty group are left out.
-        """
-        rows = read_rows(csv_file(config), config, target)
-        return {str(row.file): row.group for row in rows if row.group}
+def csv_groups(config: DataConfig, target: str) -> dict[str, str]:
+    """Return a dictionary from the path of each image of a CSV file to the value of its column
+    `group`. Images with an empty group are left out.
+    """
+    rows = read_rows(csv_file(config), config, target)
+    return {str(row.file): row.group for row in rows if row.group}
 
 
 def csv_file(data: DataConfig) -> Path:
@@ -265,7 +262,7 @@ def _row(
             if not is_number(text):
                 raise ValueError(f"{column}={text}: expected a number")
     elif several:
-        labels = _parts(labels[0], CsvDataset.separator)
+        labels = _parts(labels[0], SEPARATOR)
     elif not labels[0]:
         raise ValueError(
             "no value in the column label; add a label, or use a train.task for any number of "
@@ -427,7 +424,7 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
         return
     line_of = {label: row.line for row in reversed(rows) for label in row.labels}
     fix = "if an image may have several labels, choose a train.task for several labels"
-    for separator in OTHER_SEPARATORS if several else CsvDataset.separator:
+    for separator in OTHER_SEPARATORS if several else SEPARATOR:
         # Remove the brackets of a label such as `["beach", "sunset"]`.
         parts_of = {label: _parts(label.strip("[](){}"), separator) for label in line_of}
         counts = Counter(part for parts in parts_of.values() for part in set(parts))
@@ -436,7 +433,7 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
         if separator in WORD_SEPARATORS and len(counts) >= len(line_of):
             continue
         if several:
-            fix = f"write {CsvDataset.separator} instead of {separator!r} between labels"
+            fix = f"write {SEPARATOR} instead of {separator!r} between labels"
         for label in sorted(line_of, key=line_of.__getitem__):
             common = [part for part in parts_of[label] if counts[part] > 1]
             if separator in label and common:

@@ -51,7 +51,8 @@ class ImageDataset:
     """Base class of datasets, with a train split, a val split and an optional test split.
 
     The constructor of a subclass takes the group `data` of the config, and data.kwargs as keyword
-    arguments.
+    arguments. Parameters of these names get more: `target`, the kind of target that the task needs,
+    and `trained_names`, the class names of the run to evaluate, or None.
     """
 
     # Kinds of targets that this dataset can return. A task declares in Task.target which of them it
@@ -59,9 +60,6 @@ class ImageDataset:
     targets: ClassVar[tuple[str, ...]] = ("label",)
     # Value of a mask pixel that belongs to no class.
     ignored: ClassVar[int] = 255
-    # Names of further arguments that the constructor takes. `trained_names` are the class names of
-    # the run to evaluate. `target` is the kind of target that the task needs.
-    takes: ClassVar[tuple[str, ...]] = ()
 
     # Names of the outputs of the model: class names, or columns of numbers for regression.
     target_names: list[str]
@@ -122,17 +120,6 @@ class ImageDataset:
         pixel_notes = getattr(self.train, "pixel_notes", None)
         return [*notes, *(() if pixel_notes is None else pixel_notes())]
 
-    def check_classes(self, trained: list[str], run: Path | None) -> None:
-        """Raise ValueError if the class names differ from those of a trained run, or are in another
-        order.
-        """
-        if trained != self.target_names:
-            difference = class_difference(trained, self.target_names)
-            raise ValueError(
-                f"data: the classes are not those of the run {run} ({difference}); use data with "
-                "the same classes"
-            )
-
 
 class InMemory:
     """A split whose images and labels are tensors in memory.
@@ -169,6 +156,18 @@ class InMemory:
             return self.images[index], {name: of[index] for name, of in self.labels.items()}
         label = self.labels[index]
         return self.images[index], label if label.ndim else label.item()
+
+
+def check_classes(dataset: ImageDataset, trained: list[str], run: Path | None) -> None:
+    """Raise ValueError if the class names of a dataset differ from those of a trained run, or are
+    in another order.
+    """
+    if trained != dataset.target_names:
+        difference = class_difference(trained, dataset.target_names)
+        raise ValueError(
+            f"data: the classes are not those of the run {run} ({difference}); use data with the "
+            "same classes"
+        )
 
 
 def as_size(sides: Any) -> tuple[int, int]:

@@ -32,8 +32,6 @@ class FolderDataset(ImageDataset):
     data.val_fraction.
     """
 
-    takes = ("trained_names",)
-
     def __init__(self, config: DataConfig, trained_names: list[str] | None = None) -> None:
         """List the image files of each split.
 
