@@ -28,6 +28,7 @@ from timm_parallel.checked_configs import evaluation_config as evaluation_config
 from timm_parallel.task import Task as Task
 from timm_parallel.task import find_task as find_task
 from timm_parallel.batch import Batch as Batch
+from timm_parallel.batch import stretched as stretched
 from timm_parallel.metric import Metric as Metric
 from timm_parallel.metric import to_double as to_double
 

@@ -76,23 +76,6 @@ class Batch:
         changed.draws = self.draws
         return changed
 
-    def stretched(self, count: int, device: str = "meta") -> Batch:
-        """Return a batch of `count` samples like the first one, whose values are undefined. The
-        meta device computes only shapes.
-        """
-
-        def empty(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-        return Batch(
-            {
-                name: torch.empty((count, *field.shape[1:]), dtype=field.dtype, device=device)
-                if isinstance(field, Tensor)
-                else [tree_map_only(Tensor, empty, field[0])] * count
-                for name, field in self.fields.items()
-            }
-        )
-
     def normal(self, *shape: int) -> Tensor:
         """Draw normally distributed numbers, a float tensor [B, *shape] on the device of the batch.
 
@@ -126,6 +109,24 @@ class Batch:
         words = (words ^ ((words >> 30) & (2**34 - 1))) * _FIRST
         words = (words ^ ((words >> 27) & (2**37 - 1))) * _SECOND
         return words ^ ((words >> 31) & (2**33 - 1))
+
+
+def stretched(batch: Batch, count: int, device: str = "meta") -> Batch:
+    """Build a batch of `count` samples like the first one of a batch, whose values are undefined.
+    The meta device computes only shapes.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    return Batch(
+        {
+            name: torch.empty((count, *field.shape[1:]), dtype=field.dtype, device=device)
+            if isinstance(field, Tensor)
+            else [tree_map_only(Tensor, empty, field[0])] * count
+            for name, field in batch.fields.items()
+        }
+    )
 
 
 def _signed(word: int) -> int:

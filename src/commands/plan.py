@@ -36,6 +36,7 @@ from timm_parallel import (
     freeze,
     load_dataset,
     resolve,
+    stretched,
 )
 from timm_parallel.lab import Plan, measure_step
 
@@ -169,7 +170,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         pixels = train_image_size(model, config.data, images)
         with unset_fake_temporarily():
             sample = _sample(config, task, images, pixels)
-        measured = _step(config, model, task, sample.stretched(chunk, "cpu"))
+        measured = _step(config, model, task, stretched(sample, chunk, "cpu"))
     flops, memory = measured or (None, None)
     return Plan(
         devices=devices,

@@ -250,6 +250,6 @@ def take_steps(
             phase.wrapped.train()
         step = Step(parts, batches, window)
         numbers = step.train()
-        stops = step.stops
+        stops = step._stops
         if numbers:
             yield numbers

@@ -44,7 +44,7 @@ def flop_counter() -> FlopCounterMode:
 def count_flops(task: Task[Any], networks: nn.Module, batch: Batch) -> int | None:
     """Count the FLOPs of the forward and backward passes of all phases of a task over a batch.
 
-    `batch`: on the meta device (`Batch.stretched`). `networks`: must not be wrapped, sharded or
+    `batch`: on the meta device (`stretched`). `networks`: must not be wrapped, sharded or
     compiled; they are not changed. A copy of them without storage runs on the meta device, which
     computes only shapes. So the count needs no memory for the batch, and draws no random numbers.
     Returns None if torch cannot count the FLOPs.

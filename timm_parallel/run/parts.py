@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from timm_parallel.batch import Batch
+from timm_parallel.batch import Batch, stretched
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import EvalLoader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
@@ -192,7 +192,7 @@ def build_state(
         averages[EMA] = (average, "model")
     flops = None
     if sample is not None:
-        flops = count_flops(task, networks, sample.stretched(config.global_batch))
+        flops = count_flops(task, networks, stretched(sample, config.global_batch))
     precision = config.train.precision
     state = TrainState(bare, averages, [], flops)
     strategy.shard(Networks(state.modules), AUTOCAST[precision])

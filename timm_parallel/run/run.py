@@ -199,7 +199,7 @@ class Training:
             yield step
             self._check_is_whole(step)
             self._step_seconds += time.perf_counter() - began
-            if step.is_logged or step.stops:
+            if step.is_logged or step._stops:
                 self._count_seconds()
             if step.is_logged:
                 if not self._evaluate_within_epoch():
@@ -207,7 +207,7 @@ class Training:
                 elif self._stops_early:
                     return
                 self._train_mode()
-            if step.stops:
+            if step._stops:
                 if progress.step_in_epoch < parts.steps_per_epoch:
                     self._stop()
                 return
@@ -255,7 +255,7 @@ class Training:
 
     def _check_is_whole(self, step: Step) -> None:
         """Raise RuntimeError if a loop has left out a part of a step."""
-        if not step.is_done:
+        if not step._is_done:
             raise RuntimeError(
                 f"train.loop: step {step.number} was not updated; call step.train(), or "
                 "step.update(phase) for each phase"

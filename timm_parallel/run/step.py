@@ -154,7 +154,7 @@ class Step:
         # Norm of the gradients of each phase before clipping, at a logged step.
         self._norms: dict[str, Tensor] = {}
         # True after the step if the run must stop, because it received a stop signal.
-        self.stops = False
+        self._stops = False
         # In the first step of an epoch, how often its frozen modules had been written before.
         is_first = parts.progress.step_in_epoch == 0
         self._frozen = parts.state.phases[0].step.frozen
@@ -349,9 +349,9 @@ class Step:
         if self._written is not None:
             check_statistics_move(self._written, write_counts(self._frozen))
         progress.step, progress.step_in_epoch = self.number, progress.step_in_epoch + 1
-        self.stops = parts.hooks.end_step()
+        self._stops = parts.hooks.end_step()
         means: dict[str, float] = {}
-        if self.is_logged or self.stops:
+        if self.is_logged or self._stops:
             means = self._window.fetch(self._strategy.group, self.is_logged)
             parts.hooks.meter.synchronized()
         for phase in self._phases.values():
@@ -364,7 +364,7 @@ class Step:
             self._numbers[f"train/grad_norm{suffix}"] = norm.item()
 
     @property
-    def is_done(self) -> bool:
+    def _is_done(self) -> bool:
         """True if all phases were updated."""
         return len(self._updated) == len(self._phases)
 

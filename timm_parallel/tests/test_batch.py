@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from timm_parallel.batch import Batch
+from timm_parallel.batch import Batch, stretched
 from timm_parallel.task import Targets
 
 
@@ -70,7 +70,7 @@ def test_batch_names_its_fields_when_one_is_missing() -> None:
 
 def test_stretched_batch_repeats_the_first_sample_without_its_values() -> None:
     fields = {"image": torch.zeros(2, 3, 4, 4), "boxes": [torch.zeros(5, 4), torch.zeros(1, 4)]}
-    batch = Batch(fields).stretched(7)
+    batch = stretched(Batch(fields), 7)
     assert len(batch) == 7 and batch.image.shape == (7, 3, 4, 4)
     assert [boxes.shape for boxes in batch.boxes] == [(5, 4)] * 7
     assert {batch.image.device.type, batch.boxes[0].device.type} == {"meta"}

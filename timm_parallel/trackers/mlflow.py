@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,6 @@ class Mlflow(Tracker):
         self._images = (output / "mlflow_images").as_uri() if uri == local else None
         # Creating the client also creates a local database. A server is contacted only in `start`.
         self._mlflow, self._client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
-        self._metrics: list[Any] = []
         self.view = (
             uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
         )
@@ -70,19 +68,13 @@ class Mlflow(Tracker):
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
         metric, milliseconds = self._mlflow.entities.Metric, int(1000 * time)
-        self._metrics += [metric(name, value, milliseconds, step) for name, value in values.items()]
-
-    def flush(self) -> None:
-        # Send at most 1000 metrics per request, which is MLflow's limit.
-        while self._metrics:
-            self._client.log_batch(self._id, metrics=self._metrics[:1000])
-            del self._metrics[:1000]
+        metrics = [metric(name, value, milliseconds, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def image(self, name: str, step: int, pixels: np.ndarray) -> None:
         self._client.log_image(self._id, pixels, key=name, step=step, synchronous=True)
 
     def end(self, status: str, summary: dict[str, float]) -> None:
-        self.flush()
         for name, value in summary.items():
             self._client.log_metric(self._id, name, value)
         self._client.set_terminated(self._id, STATUSES[status])

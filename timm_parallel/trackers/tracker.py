@@ -72,13 +72,6 @@ class Tracker:
     def image(self, name: str, step: int, pixels: np.ndarray) -> None:
         """Write an RGB image, a uint8 array [height, width, 3], to the tracking tool."""
 
-    def flush(self) -> None:
-        """Send the numbers and images that were collected since the last flush to the tracking
-        tool.
-
-        Override this method if the tool is faster with several values per call.
-        """
-
     def end(self, status: str, summary: dict[str, float]) -> None:
         """Mark the run as ended in the tracking tool.
 
@@ -171,7 +164,6 @@ class Channel:
                 while self._calls:
                     method, arguments = self._calls.popleft()
                     getattr(self.tracker, method)(*arguments)
-                self.tracker.flush()
         # Catch SystemExit too, because some tools raise it.
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from torch.profiler import profile
 from scripts import plan as plan_script
 from src.commands.plan import UNKNOWN, plan
 from tests.template.runs import TINY, parts_of, resolved, run_warm, task_of
-from timm_parallel.batch import Batch
+from timm_parallel.batch import Batch, stretched
 from timm_parallel.lab.plan import Plan
 from timm_parallel.model.flops import count_flops
 from timm_parallel.parallel.networks import Networks
@@ -170,7 +170,7 @@ def test_flop_count_leaves_model_and_random_state_unchanged() -> None:
     task = task_of(5)
     networks = Networks(task.networks(model))
     sample = Batch({"image": torch.zeros(2, 3, 2, 2), "target": torch.zeros(2, dtype=torch.int64)})
-    assert count_flops(task, networks, sample.stretched(7)) == 2 * 2 * 7 * 12 * 5
+    assert count_flops(task, networks, stretched(sample, 7)) == 2 * 2 * 7 * 12 * 5
     assert model.first is None and model.layer.weight.grad is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
