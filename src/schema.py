@@ -100,8 +100,6 @@ OPTIMIZERS_OF_PARTS = (
     ),
     *("radamw", "rmsprop", "rmsproptf", "sgd", "sgdw"),
 )
-# timm's optimizers that use Nesterov momentum, which must be above 0.
-NESTEROV = ("csgdc", "csgdw", "nesterov", "nesterovw", "nlarc", "nlars", "sgd", "sgdc", "sgdw")
 
 
 @dataclass
@@ -562,12 +560,6 @@ class OptimConfig(timm_parallel.OptimConfig):
             yield f"optim.clip_mode={self.clip_mode}: has no effect without optim.clip_grad"
         if whole.parallel.traits.shards:
             yield from self._shard_problems(whole.parallel.strategy)
-        if self.momentum == 0 and self.opt in NESTEROV and self.kwargs.get("nesterov", True):
-            fix = "use optim.opt=momentum, or +optim.kwargs.nesterov=false"
-            yield (
-                f"optim.momentum=0: the Nesterov momentum of optim.opt={self.opt} must be above 0; "
-                f"{fix}"
-            )
         if (
             self.sched == "rsqrt"
             and self.warmup_epochs == 0

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.tree import Tree
 
 from timm_parallel.config.compose import plain_config
-from timm_parallel.keys import Config, ResolvedConfig
+from timm_parallel.keys import Config, ResolvedConfig, leaves
 from timm_parallel.machine.secrets import hide_in
+from timm_parallel.machine.text import for_terminal
 
 Item = TypeVar("Item")
+# First line of a config of which only a part is printed.
+DIFFERENCES = "config: differences from a plain `python train.py` (print_config=full shows all)"
 
 
 class Console:
@@ -67,32 +68,19 @@ class Console:
 
 
 def print_config(asked: Config, resolved: ResolvedConfig) -> None:
-    """Print the resolved config as a tree, with secrets masked.
+    """Print the resolved config with a line per key, with secrets masked.
 
-    With print_config=true, the tree has only the strategy, the devices, and the values that differ
-    from those of a plain `python train.py`. `asked`: the config before `auto` was replaced, which
-    shows what the user has set.
+    With print_config=true, there are only the strategy, the devices, and the keys that differ from
+    those of a plain `python train.py`. `asked`: the config before `auto` was replaced, which shows
+    what the user has set.
     """
-    if resolved.print_config == "full":
-        tree, shown, defaults = Tree("config"), asdict(resolved), {}
-    else:
-        tree = Tree(
-            "config: differences from a plain `python train.py` (print_config=full shows all)"
-        )
-        shown, defaults = asdict(asked), asdict(plain_config())
-        for name in ("strategy", "devices"):
-            if shown["parallel"][name] == "auto":
-                shown["parallel"][name] = f"{getattr(resolved.parallel, name)} (auto)"
-    _grow(tree, hide_in(shown), defaults)
-    RichConsole(soft_wrap=True, highlight=False, markup=False, emoji=False).print(tree)
-
-
-def _grow(tree: Tree, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Add the config values that differ from `defaults` to the tree that is printed."""
-    for key, value in values.items():
-        if key in defaults and value == defaults[key]:
-            continue
-        if isinstance(value, dict) and value:
-            _grow(tree.add(str(key)), value, defaults.get(key) or {})
-        else:
-            tree.add(f"{key}: {'null' if value is None else value}")
+    is_full, defaults = resolved.print_config == "full", {}
+    print("config" if is_full else DIFFERENCES)
+    if not is_full:
+        defaults = {key: value for key, value, _ in leaves(plain_config())}
+    for key, value, _ in leaves(resolved if is_full else asked):
+        if key in ("parallel.strategy", "parallel.devices") and value == "auto":
+            value = f"{getattr(resolved.parallel, key.rpartition('.')[2])} (auto)"
+        if key not in defaults or value != defaults[key]:
+            shown = hide_in(value, key)
+            print(for_terminal(f"  {key}: {'null' if shown is None else shown}"))

@@ -48,7 +48,6 @@ def show_banner(parts: RunParts, folder: Path) -> None:
     facts = {
         "model": f"{config.model.name}, {count_parameters(parts.state.model):,} parameters, "
         f"{_formats(parts)}",
-        "step": _own_parameters(parts),
         "data": f"{config.data.name}, {sampler.num_images:,} training images, {sampler.dropped} "
         f"dropped per epoch, {loading}",
         "decoder": decoder,
@@ -71,20 +70,6 @@ def _formats(parts: RunParts) -> str:
     # Only a project may have the key of the memory format.
     channels_last = getattr(parts.config.model, "channels_last", False) is True
     return parts.config.train.precision + (", channels last" if channels_last else "")
-
-
-def _own_parameters(parts: RunParts) -> str:
-    of_model = {id(parameter) for parameter in parts.state.model.parameters()}
-    own = {
-        name: parameter
-        for phase in parts.state.phases
-        for name, parameter in phase.parameters.items()
-        if id(parameter) not in of_model
-    }
-    count = sum(parameter.numel() for parameter in own.values())
-    return (
-        shorten(f"{count:,} parameters besides the model's: {', '.join(own)}", 100) if own else ""
-    )
 
 
 def _names(names: list[str]) -> str:

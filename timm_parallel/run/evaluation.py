@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,6 @@ from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.task import Evaluation, Task
-
-
-@dataclass(frozen=True)
-class SplitEvaluation:
-    """Evaluation of the raw and of the averaged weights on one split."""
-
-    # Dictionary from the name of a metric to its value. Values of the averaged weights have names
-    # that end with `_ema`.
-    numbers: dict[str, float | None]
-    # Further values of the split for result.json, such as the accuracy of each class.
-    details: dict[str, Any]
-    # Evaluations of the raw weights under the key `<split>`, and of the averaged weights under
-    # `<split>_ema`.
-    of_weights: dict[str, Evaluation]
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.banner import describe_wait, show_banner, show_end
-from timm_parallel.run.evaluation import Evaluation, SplitEvaluation, evaluate
+from timm_parallel.run.evaluation import Evaluation, evaluate
 from timm_parallel.run.parts import RunParts, evaluation_networks
 from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.run.run_result import describe_segments, make_result, new_segment
@@ -145,8 +145,12 @@ class Training:
         self._place = place
         self._recorder, self._console = recorder, console
         self._config, self._strategy = run.parts.config, run.parts.strategy
-        # Newest evaluation of each split.
-        self._evaluations: dict[str, SplitEvaluation] = {}
+        # Metrics and details of the newest evaluation of each split, for result.json. Values of the
+        # averaged weights have names that end with `_ema`.
+        self._results: dict[str, dict[str, Any]] = {}
+        # Newest evaluation of the raw weights under the name of the split, and of the averaged
+        # weights under `<split>_ema`.
+        self._evaluations: dict[str, Evaluation] = {}
         self._saved_at = time.monotonic()
         # Seconds in steps since the last logged one.
         self._step_seconds = 0.0
@@ -233,10 +237,8 @@ class Training:
         parts.telemetry.sample()
         meter = parts.hooks.meter
         speed = meter.recent()
-        per_device = speed / self._config.parallel.devices if speed else None
         measured = {
             "train/images_per_sec": speed,
-            "train/images_per_sec_per_device": per_device,
             "train/data_wait": meter.data_wait(),
         }
         self._recorder.numbers(step, self._epochs_done, {**numbers, **measured})
@@ -313,7 +315,7 @@ class Training:
         is_best = False
         if is_due and progress.evaluated_at != progress.step:
             is_best = self._evaluate_val()
-        val = self._evaluations["val"].numbers if is_due else {}
+        val = self._results["val"] if is_due else {}
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = parts.telemetry.memory()
@@ -379,6 +381,7 @@ class Training:
         numbers, is_best = dict(raw.numbers), False
         if averaged is not None:
             numbers |= {f"{name}_ema": value for name, value in averaged.numbers.items()}
+            self._evaluations[f"{split}_ema"] = averaged
         if split == "val":
             metric = self._config.checkpoint.metric.removeprefix("val/")
             is_best = progress.add_evaluation(numbers, metric, parts.task.metrics)
@@ -390,8 +393,7 @@ class Training:
                     schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
             best: Numbers = {f"{name}_best": value for name, value in progress.best_values.items()}
             numbers = numbers | best
-        of_weights = {split: raw} | ({} if averaged is None else {f"{split}_ema": averaged})
-        self._evaluations[split] = SplitEvaluation(numbers, parts.task.details(raw), of_weights)
+        self._results[split], self._evaluations[split] = numbers | parts.task.details(raw), raw
         values = {f"{split}/{name}": value for name, value in numbers.items()}
         self._recorder.numbers(progress.step, self._epochs_done, values)
         return is_best
@@ -456,7 +458,7 @@ class Training:
         """
         if not self._is_over:
             raise RuntimeError("train.loop: the loop ended before steps() did; take all steps")
-        if "val" not in self._evaluations:
+        if "val" not in self._results:
             self._evaluate("val")
         if "test" in self.parts.eval_loaders:
             self._load_best()
@@ -483,15 +485,11 @@ class Training:
         `at_start`: number of devices and hash of the parameters at the start.
         """
         parts, group = self.parts, self._strategy.group
-        metrics: dict[str, dict[str, Any]] = {}
-        for split, evaluation in self._evaluations.items():
-            metrics[split] = evaluation.numbers | evaluation.details
         result = make_result(
-            parts, self.folder, metrics, self._segments, at_start, self._check_replicas()
+            parts, self.folder, self._results, self._segments, at_start, self._check_replicas()
         )
-        for evaluation in self._evaluations.values():
-            for name, of_weights in evaluation.of_weights.items():
-                self._recorder.draw(result.steps, name, partial(parts.task.draw, of_weights))
+        for name, evaluation in self._evaluations.items():
+            self._recorder.draw(result.steps, name, partial(parts.task.draw, evaluation))
         views = self._recorder.end(result)
         if group.is_first:
             write_result(self.folder, result)

@@ -68,7 +68,6 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     timed = (
         "time",
         "train/images_per_sec",
-        "train/images_per_sec_per_device",
         "train/data_wait",
         "seconds",
     )

@@ -394,7 +394,7 @@ def test_wandb_and_mlflow_hold_the_whole_run_and_no_api_key_after_a_resume(
 CURVES = {
     *("train/loss", "train/grad_norm", "lr", "val/loss", "val/acc", "val/acc5", "val/acc_best"),
     *("test/loss", "test/acc"),
-    *("train/images_per_sec", "train/images_per_sec_per_device", "train/data_wait"),
+    *("train/images_per_sec", "train/data_wait"),
 }
 
 

@@ -87,7 +87,6 @@ MISTAKES = {
     "train.precision=bf16-mixed": "bf16",
     "train.loss=focal": "train.task=classification; use ce, bce",
     # Each value is valid, but the combination is not.
-    "optim=sgd optim.opt=sgd optim.momentum=0": "optim.opt=momentum",
     "optim.sched=rsqrt optim.warmup_epochs=0": "optim.warmup_epochs=0",
     "parallel=ddp parallel.devices=3": "data.batch_size=64",
 }
