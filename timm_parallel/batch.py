@@ -129,12 +129,9 @@ def stretched(batch: Batch, count: int, device: str = "meta") -> Batch:
     )
 
 
-def _signed(word: int) -> int:
-    """Return the int64 that has the bits of a word from 0 to 2^64 - 1."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-# Constants of splitmix64.
-_GOLDEN, _FIRST, _SECOND = map(
-    _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# Constants of splitmix64, as int64.
+_GOLDEN, _FIRST, _SECOND = (
+    np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
+    .view(np.int64)
+    .tolist()
 )

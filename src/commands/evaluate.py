@@ -199,7 +199,7 @@ def _load_weights(
     if folder is None:
         _check_head(config, model, len(dataset.target_names))
     else:
-        check_classes(dataset, contents.get("classes", dataset.target_names), folder)
+        check_classes(dataset, contents.get("classes", dataset.target_names), f"the run {folder}")
     return ""
 
 

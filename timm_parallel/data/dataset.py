@@ -158,15 +158,15 @@ class InMemory:
         return self.images[index], label if label.ndim else label.item()
 
 
-def check_classes(dataset: ImageDataset, trained: list[str], run: Path | None) -> None:
-    """Raise ValueError if the class names of a dataset differ from those of a trained run, or are
-    in another order.
+def check_classes(dataset: ImageDataset, trained: list[str], owner: str) -> None:
+    """Raise ValueError if the class names of a dataset differ from those of trained weights, or are
+    in another order. `owner`: the run or checkpoint with the weights, for the message.
     """
     if trained != dataset.target_names:
         difference = class_difference(trained, dataset.target_names)
         raise ValueError(
-            f"data: the classes are not those of the run {run} ({difference}); use data with the "
-            "same classes"
+            f"data: the class names are not those of {owner} ({difference}), so labels would mean "
+            "other classes; use data with the same classes, or start a new run"
         )
 
 

@@ -7,8 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +73,6 @@ class Recorder:
             values[f"utilisation/{device}"] = entry.get("utilisation")
         self.numbers(step, epoch, values)
 
-    def images(self, batch: Tensor, mean: Tensor, std: Tensor) -> None:
-        """Send up to SHOWN normalized images [B, C, H, W] to the trackers.
-
-        `mean`, `std`: per channel, for pixel values from 0 to 255.
-        """
-        if self.enabled:
-            from torchvision.utils import make_grid
-
-            # If the batch has several views per image, show each view as an image.
-            batch = batch.flatten(0, -4)[:SHOWN].detach().float().cpu()
-            shown = (batch * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
-            with self._picture("train/images"):
-                if shown.shape[1] not in (1, 3):
-                    shown = shown[:, :1]
-                # Enlarge images of less than 64 pixels, so that they are visible.
-                if shown.shape[-1] < 64:
-                    shown = torch.nn.functional.interpolate(shown, scale_factor=4)
-                grid = (make_grid(shown, nrow=8) * 255).clamp(0, 255).to(torch.uint8)
-                self._track("image", "train/images", 0, grid.permute(1, 2, 0).numpy())
-
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Numbers) -> None:
         """Log one line per epoch, with mean training metrics and the metrics of the newest
         evaluation.
@@ -120,24 +99,23 @@ class Recorder:
             "".join(f"  {label} {value:.4f}" for label, value in shown.items()),
         )
 
-    def draw(self, step: int, name: str, draw: Callable[[], Mapping[str, Any]]) -> None:
-        """Send the pictures that a function draws to the trackers.
+    def pictures(self, step: int, name: str, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Send the pictures that a function makes to the trackers, as `<name>/<key>`, or `<name>`
+        for an empty key. If the function fails, a warning is logged and the run continues.
 
-        `draw`: function that returns a dictionary from name to picture, a uint8 array [H, W, 3]. If
-        the function fails, a warning is logged.
+        `make`: returns a dictionary from key to picture: a uint8 array [H, W, 3], a PIL image, or a
+        matplotlib figure.
         """
-        if self.enabled:
-            with self._picture(name):
-                for picture, pixels in draw().items():
-                    self._track("image", f"{name}/{picture}", step, pixels)
-
-    def image(self, step: int, name: str, image: Any) -> None:
-        """Send an image to the trackers: a uint8 array [H, W, 3], a PIL image, or a matplotlib
-        figure.
-        """
-        if self.enabled:
-            with self._picture(name):
-                self._track("image", name, step, as_pixels(image))
+        if not self.enabled:
+            return
+        try:
+            for key, picture in make().items():
+                self._track("image", f"{name}/{key}" if key else name, step, as_pixels(picture))
+        except Exception as error:
+            reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            log.warning(
+                "%s could not be drawn (%s); the run continues without this picture", name, reason
+            )
 
     def end(self, result: Result) -> list[str]:
         """End the run in the trackers. Returns the commands or URLs that show the run."""
@@ -162,22 +140,27 @@ class Recorder:
             for channel in self._trackers:
                 channel.close(until)
 
-    @contextmanager
-    def _picture(self, name: str) -> Iterator[None]:
-        """Log a warning, instead of ending the run, if the code in the `with` block cannot draw a
-        picture.
-        """
-        try:
-            yield
-        except Exception as error:
-            reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-            log.warning(
-                "%s could not be drawn (%s); the run continues without this picture", name, reason
-            )
-
     def _track(self, method: str, *arguments: Any) -> None:
         for channel in self._trackers:
             channel.put(method, *arguments)
+
+
+def grid_of(batch: Tensor, mean: Tensor, std: Tensor) -> NDArray[np.uint8]:
+    """Draw up to SHOWN normalized images [B, C, H, W] in rows. `mean`, `std`: per channel, for
+    pixel values from 0 to 255.
+    """
+    from torchvision.utils import make_grid
+
+    # If the batch has several views per image, show each view as an image.
+    batch = batch.flatten(0, -4)[:SHOWN].detach().float().cpu()
+    shown = (batch * std.cpu() / 255 + mean.cpu() / 255).clamp(0, 1)
+    if shown.shape[1] not in (1, 3):
+        shown = shown[:, :1]
+    # Enlarge images of less than 64 pixels, so that they are visible.
+    if shown.shape[-1] < 64:
+        shown = torch.nn.functional.interpolate(shown, scale_factor=4)
+    grid = (make_grid(shown, nrow=8) * 255).clamp(0, 255).to(torch.uint8)
+    return grid.permute(1, 2, 0).numpy()
 
 
 def as_pixels(image: Any) -> NDArray[np.uint8]:

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 from functools import partial
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from timm_parallel.data.dataset import check_classes
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.group import ProcessGroup, buffers_by_rank, restore_buffers
@@ -218,7 +218,7 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
     The list is empty if they have not. Raises ValueError if the classes have changed, or if other
     data have changed and the checkpoint is in the middle of an epoch.
     """
-    _check_classes(contents["classes"], list(parts.dataset.target_names))
+    check_classes(parts.dataset, contents["classes"], "the checkpoint")
     step = contents["progress"]["step_in_epoch"]
     remedy = "start a new run with model.weights=<folder>/checkpoints/last.pt"
     before = contents["trained_on"]
@@ -234,24 +234,6 @@ def _check_data(parts: RunParts, contents: dict[str, Any]) -> list[str]:
             f"read other images; restore the data and keys, or {remedy}"
         )
     return [f"training data: {', '.join(differences)}"] if differences else []
-
-
-def _check_classes(before: list[str], now: list[str]) -> None:
-    if before == now:
-        return
-    removed = (
-        shorten(", ".join(name for name in before if name not in now), 100, placeholder=" …")
-        or "none"
-    )
-    added = (
-        shorten(", ".join(name for name in now if name not in before), 100, placeholder=" …")
-        or "none"
-    )
-    raise ValueError(
-        "resume: the data's class names are not those of the checkpoint (only in the checkpoint: "
-        f"{removed}; only in the data: {added}), so labels would mean other classes; rename the "
-        "folders back, or start a new run"
-    )
 
 
 def restore(state: TrainState, strategy: Strategy, contents: dict[str, Any]) -> None:

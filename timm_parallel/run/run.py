@@ -30,7 +30,7 @@ from timm_parallel.parallel.group import share_buffers
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import Console
-from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
+from timm_parallel.record.recorder import SHOWN, Numbers, Recorder, grid_of
 from timm_parallel.record.result import write_result
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.banner import describe_wait, show_banner, show_end
@@ -249,7 +249,7 @@ class Training:
         """Send an image to the trackers at the current step: a uint8 array [H, W, 3], a PIL image,
         or a matplotlib figure.
         """
-        self._recorder.image(self.parts.progress.step, name, image)
+        self._recorder.pictures(self.parts.progress.step, name, lambda: {"": image})
 
     @property
     def _epochs_done(self) -> float:
@@ -329,7 +329,8 @@ class Training:
             loader = self.parts.train_loader
             prefetcher = loader.prefetcher
             images = loader.peek(SHOWN).image
-            self._recorder.images(images, prefetcher.mean, prefetcher.std)
+            mean, std = prefetcher.mean, prefetcher.std
+            self._recorder.pictures(0, "train/images", lambda: {"": grid_of(images, mean, std)})
 
     # Evaluation.
 
@@ -489,7 +490,7 @@ class Training:
             parts, self.folder, self._results, self._segments, at_start, self._check_replicas()
         )
         for name, evaluation in self._evaluations.items():
-            self._recorder.draw(result.steps, name, partial(parts.task.draw, evaluation))
+            self._recorder.pictures(result.steps, name, partial(parts.task.draw, evaluation))
         views = self._recorder.end(result)
         if group.is_first:
             write_result(self.folder, result)

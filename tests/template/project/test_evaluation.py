@@ -30,7 +30,7 @@ from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import Loader
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.strategy import Single
+from timm_parallel.parallel.strategy import Single, build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished
@@ -140,7 +140,7 @@ def test_failed_evaluation_closes_loaders(
     monkeypatch.setattr("src.commands.evaluate.load_weights", lambda *_, **__: "")
     split = "val" if fault == "in evaluating" else "other"
     with pytest.raises((ZeroDivisionError, ValueError)):
-        next(evaluate_config(config, cpu_strategy(), None, split, None))
+        next(evaluate_config(config, build_strategy(config), None, split, None))
     assert closed == ["loader", "loader"]
 
 
