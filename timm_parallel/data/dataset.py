@@ -259,8 +259,6 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     # mask.
     if listed is None or isinstance(listed, dict) or (files and isinstance(listed[0], str)):
         return None
-    # Convert the labels here, because a split of tar files stores them as a numpy array instead of
-    # a list.
     labels = torch.as_tensor(listed)
     return labels if chosen is None else labels[chosen]
 

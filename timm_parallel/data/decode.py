@@ -1,4 +1,4 @@
-"""Decode image files to tensors, and define splits that read image files or tar files."""
+"""Decode image files to tensors, and define splits that read image files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from timm_parallel.data.dataset import (
     image_files,
     left_out_notes,
 )
-from timm_parallel.data.file_list import FileList, Listing, Member
+from timm_parallel.data.file_list import FileList, Listing
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.text import plural
 
@@ -299,44 +299,6 @@ class Files(ImageFiles):
 
     def encoded(self, index: int) -> bytes:
         return read_image(self.files.read(index)[0])
-
-
-class TarSplit(ImageFiles):
-    """A split of images in tar files, read by index without unpacking.
-
-    The position, size and label of each image are kept in memory.
-    """
-
-    def __init__(
-        self,
-        tars: list[Path],
-        members: list[Member],
-        classes: list[str],
-        max_value: float | None = None,
-    ) -> None:
-        numbers = {name: number for number, name in enumerate(classes)}
-        self.tars, self.max_value = tars, max_value
-        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
-        try:
-            self.labels = np.array([numbers[label] for *_, label in members])
-        except KeyError as error:
-            raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} has images in val or test, but not "
-                "in train; add training images of this class"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        name = f"{self.tars[self.tar[index]]} at byte {self.offset[index]}"
-        image = decode(self.encoded(index), name, max_value=self.max_value)
-        return image, int(self.labels[index])
-
-    def encoded(self, index: int) -> bytes:
-        with open(self.tars[self.tar[index]], "rb", buffering=0) as tar:
-            tar.seek(int(self.offset[index]))
-            return tar.read(int(self.size[index]))
 
 
 def files_of(listing: Listing, max_value: float | None) -> tuple[Any, Any, Any]:

@@ -107,9 +107,6 @@ class Blocks(Sequence[bytes]):
 # The image files of each split, by the name of the split. A file has a label, which is a class
 # number, or one number per class if an image may have several labels.
 Listing = dict[str, list[tuple[Path, Any]]]
-# Position of an image in a list of tar files: index of the tar file, offset and size of the image
-# in bytes, label.
-Member = tuple[int, int, int, str]
 
 
 def split_of(key: str, data: DataConfig) -> str:
