@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 import unicodedata
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class FileList(Sequence[tuple[Path, Any]]):
         return [path for path, _ in pairs], [label for _, label in pairs]
 
 
+SPLITS = ("train", "val", "test")
 # The image files of each split, by the name of the split. A file has a label, which is a class
 # number, or one number per class if an image may have several labels.
 Listing = dict[str, list[tuple[Path, Any]]]
@@ -75,11 +77,63 @@ def split_of(key: str, data: DataConfig) -> str:
     return "val" if position < val else "test" if position < val + test else "train"
 
 
+def split_folders(data: DataConfig) -> dict[str, Path]:
+    """Return the folder of each split that exists. With data.val_fraction, one folder has the
+    images of all splits, and its key is an empty text.
+    """
+    root = Path(str(data.root))
+    if data.val_fraction is not None:
+        return {"": root}
+    return {split: root / split for split in SPLITS if (root / split).is_dir()}
+
+
+def needed_splits(evaluated: str | None, present: Container[str]) -> list[str]:
+    """Return the splits that must have images. `evaluated`: the split on which a trained run will
+    be evaluated, or `all`; None for training. `present`: the splits that the data have.
+    """
+    if evaluated is None:
+        return [split for split in SPLITS if split != "test" or split in present]
+    if evaluated == "all":
+        return [split for split in ("val", "test") if split in present] or ["val"]
+    return [evaluated]
+
+
+def by_split(files: Iterable[tuple[str, Path, Any]]) -> Listing:
+    """Build a listing from the split, path and label of each image. It has the splits with images
+    only.
+    """
+    listing: Listing = {split: [] for split in SPLITS}
+    for split, path, label in files:
+        listing[split].append((path, label))
+    return {split: of_split for split, of_split in listing.items() if of_split}
+
+
+def split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+    """Return the split that data.val_fraction and data.group_pattern assign to an image file."""
+    return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
+
+
+def _group_of(path: str, data: DataConfig) -> str:
+    """Return the part of a path that matches data.group_pattern, or the whole path without a
+    pattern.
+
+    Images for which this text is equal are put into the same split.
+    """
+    if data.group_pattern is None:
+        return path
+    match = re.search(data.group_pattern, path)
+    if match is None:
+        raise ValueError(
+            f"data.group_pattern={data.group_pattern}: does not match {path}; choose a pattern "
+            "that matches the path of every image"
+        )
+    return match.group(1) if match.groups() else match.group()
+
+
 def check_splits(listing: Listing, data: DataConfig) -> None:
     """Raise ValueError if data.val_fraction or data.test_fraction leaves a split without images."""
-    for split, files in listing.items():
-        if not files:
-            key = "test_fraction" if split == "test" else "val_fraction"
+    for split, key in zip(SPLITS, ("val_fraction", "val_fraction", "test_fraction"), strict=True):
+        if getattr(data, key) and split not in listing:
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
                 f"data.{key}={getattr(data, key)}: the {split} split would get none of {images}; "

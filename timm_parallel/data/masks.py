@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from timm_parallel.data.dataset import ImageDataset, Sample, absent_note, image_files
-from timm_parallel.data.file_list import FileList
-from timm_parallel.data.folder import divided
+from timm_parallel.data.file_list import (
+    FileList,
+    Listing,
+    by_split,
+    check_splits,
+    needed_splits,
+    split_folders,
+    split_of_file,
+)
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, plural
@@ -26,7 +33,6 @@ from timm_parallel.machine.text import first, plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPLITS = ("train", "val", "test")
 IGNORED = ImageDataset.ignored
 # Formats, in Pillow's names, that keep numbers exactly. TIFF files may be compressed with losses.
 LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
@@ -39,9 +45,6 @@ STRETCHED = {"L;2": 3, "L;4": 15}
 COMPARED = 8
 # Largest number of training masks that `MaskDataset.notes` reads.
 SAMPLED = 64
-# The files of each split, by the name of the split: the path of each image, and the path of its
-# mask relative to data.root.
-MaskListing = dict[str, list[tuple[Path, str]]]
 # Red, green and blue of the numbers that occur in a mask with a palette.
 Colors = dict[int, tuple[int, ...]]
 
@@ -66,6 +69,7 @@ class MaskDataset(ImageDataset):
         """
         self.target_names, self.left_out = _class_names(config), Counter()
         root, listing = Path(str(config.root)), _list_masks(config, self.left_out)
+        check_splits(listing, config)
         splits = {
             name: MaskFiles(root, files, len(self.target_names), ignore_index, config.max_value)
             for name, files in listing.items()
@@ -80,11 +84,10 @@ class MaskDataset(ImageDataset):
         if config.root is None:
             raise ValueError("data.root=null: set it to a folder with images/ and masks/")
         _class_names(config)
-        listing = _list_masks(config)
-        needed = {None: ["train", "val"], "all": ["val"]}.get(evaluated, [str(evaluated)])
-        for split in needed:
-            # With evaluated=all, a dataset with test images alone is enough.
-            if not listing.get(split) and not (evaluated == "all" and listing.get("test")):
+        listing = _list_masks(config, Counter())
+        check_splits(listing, config)
+        for split in needed_splits(evaluated, listing):
+            if split not in listing:
                 raise ValueError(
                     f"data.root={config.root}: no image for {split}; expected "
                     f"{split}/images/ and {split}/masks/, or images/ and masks/ with "
@@ -94,7 +97,7 @@ class MaskDataset(ImageDataset):
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images by listing the files of all splits."""
-        return len(_list_masks(config)["train"])
+        return len(_list_masks(config, Counter()).get("train", ()))
 
     def notes(self, target: str) -> list[str]:
         """Describe files that were left out, the range of pixels, and classes without a pixel in a
@@ -225,14 +228,11 @@ def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colo
     from timm_parallel.data.decode import open_image, read_image, unreadable
 
     encoded = read_image(path)
-    colors: Colors = {}
     try:
         with open_image(encoded) as image:
             _check_format(image)
             largest, numbers = _largest_number(image), np.array(image, np.uint8)
-            if image.mode == "P":
-                table, colors = _palette(image, classes, ignore_index)
-                numbers = table[numbers]
+            colors = _colors(image, classes, ignore_index) if image.mode == "P" else {}
     except MemoryError:
         raise
     # Catch every exception, because Pillow raises many types of them for a damaged file.
@@ -271,68 +271,52 @@ def _largest_number(mask: Any) -> int:
     return STRETCHED.get(str(raw_mode)[:3], 255)
 
 
-def _palette(mask: Any, classes: int, ignore_index: int) -> tuple[Any, Colors]:
-    """Return the class numbers [256] of the numbers in a mask with a palette, and their colors.
+def _colors(mask: Any, classes: int, ignore_index: int) -> Colors:
+    """Return the colors of the numbers that occur in a mask with a palette.
 
     The numbers of the file are the classes. But a program that stores a gray mask with a palette
-    may number the grays in any order. Then the grays are the classes. Raises ValueError if neither
-    is certain.
+    may number the grays in any order. Raises ValueError if the grays may be the classes.
     """
-    import numpy as np
-
-    table = np.arange(256, dtype=np.uint8)
-    values = mask.getpalette()
+    values, is_used = mask.getpalette(), mask.histogram()
     palette = [tuple(values[start : start + 3]) for start in range(0, len(values), 3)]
-    is_used = mask.histogram()
     colors = {number: color for number, color in enumerate(palette) if is_used[number]}
-    if any(len({*color}) > 1 for color in palette):
-        return table, colors
     grays = [color[0] for color in colors.values()]
+    are_gray = all(len({*color}) == 1 for color in palette)
     are_classes = all(gray < classes or gray == ignore_index for gray in grays)
     # Black and white are the numbers 0 and 1, as in an image of 1 bit per pixel.
-    if grays == [*colors] or (are_classes and not {*grays} <= {0, 255}):
-        table[[*colors]] = grays
-        return table, {}
-    if grays != sorted(grays):
+    is_doubtful = grays != sorted(grays) or (are_classes and not {*grays} <= {0, 255})
+    if are_gray and grays != [*colors] and is_doubtful:
         raise ValueError(
-            f"the numbers {[*colors]} have the grays {grays} in the palette, in another order; "
-            "expected a gray PNG of class numbers"
+            f"the numbers {[*colors]} have the grays {grays} in the palette, which may be the "
+            "classes too; expected a gray PNG of class numbers"
         )
-    return table, colors
+    return colors
 
 
 def _class_names(config: DataConfig) -> list[str]:
     names = config.kwargs.get("classes")
-    if not isinstance(names, list) or len(names) < 2:
+    # YAML reads words such as no, on, null, 1e-3 and 12:30 as another type.
+    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_text or len({unicodedata.normalize("NFC", n) for n in names}) < max(2, len(names)):
         raise ValueError(
-            f"data.kwargs.classes={names}: expected a list with one name per class number, e.g. "
-            "+data.kwargs.classes=[background,road]"
-        )
-    for name in names:
-        # YAML reads words such as no, on, null, 1e-3 and 12:30 as another type.
-        if not isinstance(name, str):
-            raise ValueError(
-                f"data.kwargs.classes={names}: the name {name} is not text, but "
-                f"{type(name).__name__}; put quotes around the name, e.g. classes: ['no', 'yes']"
-            )
-    counts = Counter(unicodedata.normalize("NFC", name) for name in names)
-    if repeated := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(
-            f"data.kwargs.classes={names}: has {first(repeated)} twice; give each class number its "
-            "own name"
+            f"data.kwargs.classes={names}: expected a list with a different name for each class "
+            "number, e.g. +data.kwargs.classes=[background,road]; in YAML, put quotes around names "
+            "that are no text, e.g. classes: ['no', 'yes']"
         )
     return names
 
 
-def _list_masks(config: DataConfig, left_out: Counter[str] | None = None) -> MaskListing:
+def _list_masks(config: DataConfig, left_out: Counter[str]) -> Listing:
+    """List the images of each split, each with the path of its mask relative to data.root."""
     root = Path(str(config.root))
-    if config.val_fraction is not None:
-        return divided(_pairs(root, root, left_out), root, config)
-    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
-    return {split: _pairs(root, folder, left_out) for split, folder in folders.items()}
+    return by_split(
+        (split or split_of_file(path, folder, config), path, mask)
+        for split, folder in split_folders(config).items()
+        for path, mask in _pairs(root, folder, left_out)
+    )
 
 
-def _pairs(root: Path, folder: Path, left_out: Counter[str] | None) -> list[tuple[Path, str]]:
+def _pairs(root: Path, folder: Path, left_out: Counter[str]) -> list[tuple[Path, str]]:
     """Pair each file in `folder`/images with the file in `folder`/masks that has the same name.
 
     The suffix and the Unicode form of the names may differ. Raises ValueError if a file has no
@@ -345,16 +329,16 @@ def _pairs(root: Path, folder: Path, left_out: Counter[str] | None) -> list[tupl
                 f"data.root={root}: no folder {needed}; expected the folders images and masks"
             )
     image_of, mask_of = _by_stem(images, left_out), _by_stem(masks, left_out)
-    for of_one, of_other, other in ((image_of, mask_of, masks), (mask_of, image_of, images)):
-        if missing := [str(path) for stem, path in of_one.items() if stem not in of_other]:
-            raise ValueError(
-                f"data.root={root}: for {plural(len(missing), 'file')} ({first(missing)}), the "
-                f"folder {other} has no file of the same name; add the missing files"
-            )
+    if alone := image_of.keys() ^ mask_of.keys():
+        files = sorted(str((image_of | mask_of)[stem]) for stem in alone)
+        raise ValueError(
+            f"data.root={root}: for {plural(len(files), 'file')} ({first(files)}), {images} or "
+            f"{masks} has no file of the same name; add the missing files"
+        )
     return [(path, str(mask_of[stem].relative_to(root))) for stem, path in image_of.items()]
 
 
-def _by_stem(folder: Path, left_out: Counter[str] | None) -> dict[str, Path]:
+def _by_stem(folder: Path, left_out: Counter[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in image_files(folder, left_out):
         stem = path.relative_to(folder).with_suffix("").as_posix()
