@@ -76,23 +76,23 @@ def main(argv: list[str]) -> int:
 def _predict(
     given: argparse.Namespace, parallel: ResolvedParallel, ranks: Ranks, store: Store | None
 ) -> None:
-    from src.commands.predict import PredictionRequest, predict
+    from src.commands.predict import predict
     from timm_parallel import write_predictions
 
     started = time.monotonic()
-    request = PredictionRequest(
-        run=given.run,
-        images=given.images,
+    predictions = predict(
+        given.run,
+        given.images,
+        parallel,
+        ranks,
+        store,
         checkpoint=given.checkpoint,
         weights=given.weights,
         topk=given.topk,
         batch_size=given.batch_size,
         workers=given.workers,
-        parallel=parallel,
         folder=given.folder,
-        output=given.output,
     )
-    predictions = predict(request, ranks, store)
     if ranks.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:

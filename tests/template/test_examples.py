@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from src.app import app
 from src.commands.evaluate import evaluate_config
-from src.commands.predict import PredictionRequest, predict
+from src.commands.predict import predict
 from src.schema import DataConfig, ResolvedParallel
 from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES
 from timm_parallel.checked_configs import check_config, evaluation_config
@@ -322,8 +322,9 @@ def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
     parallel = ResolvedParallel(
         strategy="single", devices=1, accelerator="cpu", threads_per_device=1
     )
-    request = PredictionRequest(run, folder, "last", None, 1, 32, 0, parallel)
-    predictions = predict(request, Ranks(), None)
+    predictions = predict(
+        run, folder, parallel, Ranks(), None, checkpoint="last", topk=1, workers=0
+    )
     ordered = [predictions[name] for name in sorted(predictions)]
     assert len(ordered) == len(split) and None not in ordered
     return [prediction for prediction in ordered if prediction is not None]
@@ -409,15 +410,3 @@ def test_predict_py_predicts_each_image_with_an_example(
     run = train(example, "single")
     predictions = predicted(run, load_dataset(app.own_resolved(load_config(run))).val, tmp_path)
     assert all(predictions) and len({frozenset(prediction) for prediction in predictions}) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.slow(seconds=3)
-def test_predict_py_names_the_field_that_a_task_needs_besides_the_image(
-    train: Any, tmp_path: Path
-) -> None:
-    run = train("two_inputs", "single")
-    val = load_dataset(app.own_resolved(load_config(run))).val
-    with pytest.raises(ValueError, match="numbers"):
-        predicted(run, val, tmp_path)

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 import evaluate as entry
 from scripts import export as export_script
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, predict
+from src.commands.predict import predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.models.preprocessing import preprocessing_for
 from src.schema import AugmentConfig, DataConfig
@@ -182,8 +182,9 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert losses[0] == pytest.approx(result.val["loss"], rel=1e-6)
     # Another crop mode shows the model other pixels.
     assert len(set(losses)) == 3
-    request = PredictionRequest(run, images / "val", "last", None, 2, 4, 0, loaded.config.parallel)
-    predictions = predict(request, Ranks(), None)
+    predictions = predict(
+        run, images / "val", loaded.config.parallel, Ranks(), None, checkpoint="last", workers=0
+    )
     right = [
         values["class_1"] == Path(path).parent.name
         for path, values in predictions.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, Predictions, predict
+from src.commands.predict import Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
 from tests.template.runs import assert_equal_trees, run_warm
@@ -52,26 +53,16 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
+def predicted(
+    ranks: Ranks, store: Any, run: Path, images: Path, topk: int = 3, **more: Any
+) -> Predictions:
     parallel = ResolvedParallel(
-        strategy=more.pop("parallel", "single"),
-        devices=more.pop("devices", 1),
+        **{"strategy": "single", "devices": 1} | more,
         accelerator="cpu",
         threads_per_device=1,
         backend="gloo",
     )
-    defaults: dict[str, Any] = {
-        "checkpoint": None,
-        "weights": None,
-        "topk": 3,
-        "batch_size": 32,
-        "workers": 0,
-    }
-    return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
-
-
-def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
-    return predict(what, ranks, store)
+    return predict(run, images, parallel, ranks, store, topk=topk, workers=0)
 
 
 def shares_of(values: dict[str, Any]) -> list[float]:
@@ -82,7 +73,7 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
     finished_run: Finished, digits: Path
 ) -> None:
     """topk exceeds the number of classes, so the table has all classes."""
-    actual = predict(wanted(finished_run.folder, digits, topk=99), Ranks(), None)
+    actual = predicted(Ranks(), None, finished_run.folder, digits, topk=99)
     assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
     assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
     read = {path: values for path, values in actual.items() if values is not None}
@@ -102,10 +93,10 @@ def test_predict_states_which_files_are_no_images(
     for name in ("a.heic", "b.heic", "c\x1b.raw", "no_suffix"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"no image.*\.heic \(2\)"):
-        predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+        predicted(Ranks(), None, finished_run.folder, tmp_path)
     Image.new("L", (8, 8)).save(tmp_path / "d.png")
     (tmp_path / ".cache").mkdir()
-    predict(wanted(finished_run.folder, tmp_path), Ranks(), None)
+    predicted(Ranks(), None, finished_run.folder, tmp_path)
     err = capsys.readouterr().err
     for shown in (".heic (2)", ".raw (1)", "no suffix (1)", "folder .cache (1)"):
         assert shown in err
@@ -141,9 +132,10 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
-    what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
-    alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
-    for actual in in_ranks(predicted, world, what):
+    of_run = partial(predicted, run=finished_run.folder, images=digits)
+    alone = of_run(Ranks(), None)
+    several = partial(of_run, strategy=parallel, devices=max(2, world))
+    for actual in in_ranks(several, world):
         assert list(actual) == list(alone)
         for one, other in zip(actual.values(), alone.values(), strict=True):
             assert (one is None) == (other is None)
@@ -169,8 +161,8 @@ def test_predict_py_uses_srun_tasks_as_ranks(
     monkeypatch.setattr("timm_parallel.launch.torchrun.kill_on_parent_exit", lambda: None)
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
 
-    def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> dict[str, Any]:
-        given.append(ranks)
+    def predict(*arguments: Any, **options: Any) -> dict[str, Any]:
+        given.append(arguments[3])
         return {}
 
     monkeypatch.setattr("src.commands.predict.predict", predict)
