@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -37,7 +38,6 @@ from timm_parallel import (
     build_state,
     check_networks,
     check_same_data,
-    compile_model,
     freeze,
     load_dataset,
     load_weights,
@@ -159,7 +159,7 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         networks,
         partial(build_learning, config, strategy, steps_per_epoch),
         sample=_sample(batches, mixing) if strategy.is_first else None,
-        compile_network=partial(compile_model, mode=config.model.compile, device=strategy.device),
+        compile_network=partial(compile_network, mode=config.model.compile),
     )
     return RunParts(
         config=config,
@@ -174,6 +174,18 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> RunParts:
         mixing=mixing,
         profiled=(config.train.untimed_steps, config.train.profile_steps),
     )
+
+
+def compile_network(network: nn.Module, mode: bool | str) -> nn.Module:
+    """Wrap a network with torch.compile, which compiles it in the first training step.
+
+    `mode`: a mode of torch.compile, or True for torch's default; with False, the network is
+    returned unchanged. The original network shares its parameters with the wrapper, so checkpoints
+    still read the original.
+    """
+    if not mode:
+        return network
+    return cast(nn.Module, torch.compile(network, mode=None if mode is True else mode))
 
 
 def _build_mixing(
