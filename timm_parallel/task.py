@@ -259,13 +259,6 @@ class Task(Targets, Generic[C]):
         """
         return image
 
-    @property
-    def checked_metrics(self) -> dict[str, Metric]:
-        """Metrics that evaluate.py computes, by name. They may be more than those of a training
-        run.
-        """
-        return dict(self.metrics)
-
     # Presentation, which is optional.
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:

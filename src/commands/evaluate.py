@@ -111,7 +111,6 @@ def evaluate_config(
                 loaders[name],
                 task,
                 strategy.group,
-                metrics=task.checked_metrics,
                 keep_rows=keeps_rows,
                 keep_losses=is_shown,
             )
