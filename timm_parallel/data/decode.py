@@ -220,7 +220,7 @@ def pixel_notes(split: Any) -> list[str]:
     `split`: has a method `encoded`, which reads the bytes of a file by its index, and a `max_value`
     (data.max_value).
     """
-    sampled, max_value = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1), split.max_value
+    sampled = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1)
     ranges: dict[str, list[float]] = {}
     for index in sampled:
         # Reading the images of a batch reports unreadable files later.
@@ -233,36 +233,24 @@ def pixel_notes(split: Any) -> list[str]:
                 kind = "floats" if image.mode == "F" else "more than 8 bits"
                 ranges.setdefault(kind, []).extend(ends)
             elif _is_deep_color(image):
-                ranges["16 bits per color"] = [0, 255]
-    given = None if max_value is None else f"0 to {max_value:g} (data.max_value)"
+                ranges["16 bits per color"] = []
     choice = "set data.max_value if white is another value"
     shown = {
-        "floats": given or f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
-        "more than 8 bits": given or f"0 to 65535; {choice}, such as 4095",
-        "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
+        "floats": f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
+        "more than 8 bits": f"0 to 65535; {choice}, such as 4095",
     }
-    notes = []
-    for kind, seen in ranges.items():
-        present = "" if kind == "16 bits per color" else f" from {min(seen):g} to {max(seen):g}"
-        notes.append(
-            f"training images have pixels of {kind}{present} ({plural(len(sampled), 'image')} "
-            "sampled); "
-            f"black to white is {shown[kind]}"
-        )
-    return notes
+    if split.max_value is not None:
+        shown = dict.fromkeys(shown, f"0 to {split.max_value:g} (data.max_value)")
+    shown["16 bits per color"] = "0 to 65535, of which the upper 8 bits are used"
+    return [
+        f"training images have pixels of {kind}"
+        f"{f' from {min(seen):g} to {max(seen):g}' if seen else ''} "
+        f"({plural(len(sampled), 'image')} sampled); black to white is {shown[kind]}"
+        for kind, seen in ranges.items()
+    ]
 
 
-class ImageFiles:
-    """Base class of splits of image files, which a method `encoded` reads by index."""
-
-    max_value: float | None
-
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self)
-
-
-class Files(ImageFiles):
+class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
     def __init__(

@@ -173,12 +173,6 @@ class MaskFiles:
             )
         return mask
 
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        from timm_parallel.data.decode import pixel_notes
-
-        return pixel_notes(self)
-
     def encoded(self, index: int) -> bytes:
         from timm_parallel.data.decode import read_image
 
