@@ -17,7 +17,6 @@ from timm.models import save_for_hf
 from timm.utils.onnx import onnx_export
 
 from src.commands.load import Trained
-from src.tasks.classification import sigmoid
 from timm_parallel import SavedRun, write_json, write_text
 
 # Largest difference between the outputs of the exported program and those of the model that counts
@@ -226,7 +225,7 @@ def _activation(task: Any) -> str:
     probabilities = getattr(getattr(task, "loss", None), "probabilities", None)
     if probabilities is None:
         return ""
-    return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"
+    return ".sigmoid()" if probabilities is torch.sigmoid else ".softmax(1)"
 
 
 def _metrics(trained: Trained, saved: SavedRun) -> list[tuple[str, str, float, int]]:

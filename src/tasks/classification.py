@@ -96,14 +96,6 @@ def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(scores, targets, reduction="none").mean(1)
 
 
-def softmax(scores: Tensor) -> Tensor:
-    return scores.softmax(1)
-
-
-def sigmoid(scores: Tensor) -> Tensor:
-    return scores.sigmoid()
-
-
 @dataclass(frozen=True)
 class ClassLoss(Loss):
     """A loss on class scores [B, classes]. Targets are class numbers [B], or class probabilities
@@ -112,7 +104,7 @@ class ClassLoss(Loss):
 
     of_samples: Callable[[Tensor, Tensor], Tensor] = softmax_losses
     # Function that computes the probabilities of the classes from scores.
-    probabilities: Callable[[Tensor], Tensor] = softmax
+    probabilities: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=1)
     # True if each image adds a term for every class to the loss (sigmoid), not only for its own
     # class (softmax). train.class_weights then weight these terms.
     has_class_terms: bool = False
@@ -290,7 +282,7 @@ class Classification(ClassTask):
             partial(binary_cross_entropy, False),
             sigmoid_losses,
             ("smoothing", "mixup", "class_weights"),
-            sigmoid,
+            torch.sigmoid,
             has_class_terms=True,
         ),
     }
