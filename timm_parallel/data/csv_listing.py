@@ -22,9 +22,8 @@ from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, is_number, plural, yaml_text
 
 COLUMNS = ("file", "split", "fold", "group")
-# Bytes that are not UTF-8, as `surrogateescape` decodes them.
-NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
-CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Bytes that are not UTF-8, as `surrogateescape` decodes them, and control characters.
+NOT_TEXT = re.compile(r"[\udc80-\udcff\x00-\x1f\x7f-\x9f]")
 # Characters that also join the words of a single name.
 WORD_SEPARATORS = " -_"
 # Characters that other programs write between the labels of an image. Those with a code are a
@@ -284,12 +283,11 @@ def _text(cell: str, column: str) -> str:
     contains bytes that are not UTF-8, or control characters.
     """
     text = cell.strip()
-    if text.isascii() and text.isprintable():
-        return text
-    if NOT_UTF8.search(text):
+    match = NOT_TEXT.search(text)
+    if match and match[0] >= "\udc80":
         raise ValueError(f"{column}: not UTF-8; save the file as UTF-8")
     # A line break is often the sign of a quotation mark that is not closed.
-    if match := CONTROL_CHARACTER.search(text):
+    if match:
         raise ValueError(
             f"{column}: contains the control character {match[0]!r}; remove it, or close the "
             "quotation mark of this row"
