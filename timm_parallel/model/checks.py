@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from timm_parallel.keys import ResolvedConfig
+from timm_parallel.machine.text import first
 from timm_parallel.model.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
@@ -173,10 +174,7 @@ def check_is_complete(optimizer: Optimizer, parameters: Mapping[str, nn.Paramete
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in known]
     if missing:
-        shown = ", ".join(missing[:8]) + (
-            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        )
         raise ValueError(
-            f"optim: no parameter group has {shown}; add them to a group in build_optimizer, or "
-            "freeze them with requires_grad_(False)"
+            f"optim: no parameter group has {first(missing, 8)}; add them to a group in "
+            "build_optimizer, or freeze them with requires_grad_(False)"
         )
