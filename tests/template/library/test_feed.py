@@ -23,9 +23,8 @@ from src.data.transforms import CropAndFlip, OnImage
 from src.schema import AugmentConfig
 from tests.template.runs import cpu_loader
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
-from timm_parallel.data.decode import Files
+from timm_parallel.data.decode import Files, MaskFiles
 from timm_parallel.data.loader import BatchFetcher, num_workers
-from timm_parallel.data.masks import MaskFiles
 from timm_parallel.data.on_device import BatchMemory, DevicePrefetcher, Erasing
 from timm_parallel.data.samplers import IndexBatch, TrainSampler
 from timm_parallel.errors import UnsentBatchError
