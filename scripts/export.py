@@ -5,8 +5,8 @@
     python scripts/export.py run=<run folder> format=hub
 
 The format safetensors writes model.safetensors and config.json (class names, preprocessing), which
-timm loads. hub also writes a model card, and transformers loads the folder too. onnx and
-torch_export write one file. The script prints the Python code that loads the export. The exported
+timm loads. hub also writes a model card, and transformers loads the folder too. onnx writes one
+file. The script prints the Python code that loads the export. The exported
 model returns scores. Probabilities are the softmax of the scores, or with train.loss=bce the
 sigmoid of each score.
 """
@@ -33,9 +33,7 @@ def main(argv: list[str]) -> int:
     """
     parser = CommandLine(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
-    parser.add_argument(
-        "--format", choices=["safetensors", "torch_export", "onnx", "hub"], default="safetensors"
-    )
+    parser.add_argument("--format", choices=["safetensors", "onnx", "hub"], default="safetensors")
     parser.add_argument(
         "--output", type=Path, help="folder (default: <run folder>/export, of hub <run folder>/hub)"
     )
@@ -55,12 +53,12 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from src.commands.export import export_hub, export_onnx, export_program, export_safetensors
+    from src.commands.export import export_hub, export_onnx, export_safetensors
     from src.commands.load import load_trained
 
     folder = given.output or given.run / ("hub" if given.format == "hub" else "export")
     trained = load_trained(given.run, given.checkpoint, given.weights, torch.device("cpu"))
-    exports = {"torch_export": export_program, "onnx": export_onnx, "hub": export_hub}
+    exports = {"onnx": export_onnx, "hub": export_hub}
     try:
         loaded_by = exports.get(given.format, export_safetensors)(trained, folder)
     except RuntimeError as error:

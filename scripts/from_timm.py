@@ -128,8 +128,8 @@ def _data(args: TimmArguments) -> Settings:
     settings["data.interpolation"] = args.interpolation or None
     kind = args.dataset.partition("/")[0]
     if kind in ("tfds", "hfids"):
-        args.note_missing(f"dataset={args.dataset}", "a stream; use hfds/…, wds or a folder")
-    elif kind not in ("torch", "hfds", "wds"):
+        args.note_missing(f"dataset={args.dataset}", "a stream; use hfds/… or a folder")
+    elif kind not in ("torch", "hfds"):
         if args.train_split != "train" or args.val_split not in ("validation", "val"):
             args.note_missing(
                 f"train_split={args.train_split}, val_split={args.val_split}", "train/ and val/"

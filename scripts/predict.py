@@ -72,22 +72,21 @@ def main(argv: list[str]) -> int:
 
 
 def _predict(given: argparse.Namespace, strategy: Strategy) -> None:
-    from src.commands.predict import PredictionRequest, predict
+    from src.commands.predict import predict
     from timm_parallel import write_predictions
 
     started = time.monotonic()
-    request = PredictionRequest(
-        run=given.run,
-        images=given.images,
+    predictions = predict(
+        given.run,
+        given.images,
+        strategy,
         checkpoint=given.checkpoint,
         weights=given.weights,
         topk=given.topk,
         batch_size=given.batch_size,
         workers=given.workers,
         folder=given.folder,
-        output=given.output,
     )
-    predictions = predict(request, strategy)
     if strategy.group.is_first:
         form = given.format or "console"
         if given.format is None and given.output is not None:

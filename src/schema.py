@@ -40,8 +40,6 @@ DATASETS = {
     "shapes": "src.data.datasets.Shapes",
     "folder": "timm_parallel.data.folder.FolderDataset",
     "csv": "timm_parallel.data.csv_listing.CsvDataset",
-    "tar": "timm_parallel.data.tar_index.TarDataset",
-    "wds": "timm_parallel.data.tar_index.TarDataset",
     "segmentation": "timm_parallel.data.masks.MaskDataset",
 }
 # Dictionary from the name of a task to its class. A config gives your own task as

@@ -51,7 +51,6 @@ from timm_parallel.model.weights import load_weights as load_weights
 from timm_parallel.model.weights import preprocessing_of as preprocessing_of
 from timm_parallel.patches import create_model_with_filter as create_model_with_filter
 from timm_parallel.model.checks import refuse_failed_download as refuse_failed_download
-from timm_parallel.model.checks import compile_model as compile_model
 from timm_parallel.parallel.networks import Networks as Networks
 from timm_parallel.parallel.networks import autocast as autocast
 from timm_parallel.model.checks import check_networks as check_networks

@@ -130,10 +130,10 @@ def is_own_class(name: str) -> bool:
 
 
 def is_timm_dataset(name: str) -> bool:
-    """Return True if a dataset name belongs to timm's dataset factory: `torch/cifar10`,
-    `hfds/<name>`, `wds/…` or `tar`.
+    """Return True if a dataset name belongs to timm's dataset factory: `torch/cifar10` or
+    `hfds/<name>`.
     """
-    return name.partition("/")[0] in ("torch", "hfds", "wds", "tar")
+    return name.partition("/")[0] in ("torch", "hfds")
 
 
 @dataclass

@@ -106,7 +106,6 @@ def evaluate_config(
                 loaders[name],
                 task,
                 strategy.group,
-                metrics=task.checked_metrics,
                 keep_rows=keeps_rows,
                 keep=task.losses_and_pictures if is_shown else None,
             )

@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 from timm.utils.onnx import onnx_export
-from torch import nn
 
 from src.commands.load import Trained
-from src.tasks.classification import sigmoid
 from timm_parallel import (
     is_own_class,
     read_environment,
@@ -47,50 +45,41 @@ OF_PRETRAINED_WEIGHTS = (
 )
 
 
-def export_safetensors(trained: Trained, folder: Path) -> list[str]:
-    """Write `model.safetensors` and `config.json` in the format of the Hugging Face hub. Return
-    Python expressions that load the files.
+def export_safetensors(trained: Trained, folder: Path, **more: Any) -> list[str]:
+    """Write `model.safetensors` and `config.json` in the format of the Hugging Face hub. Return a
+    list with the Python expression that loads the files.
 
-    Raises RuntimeError if the exported model has other outputs than the checkpoint.
+    `more`: further entries of config.json. In config.json, the entries that describe timm's
+    weights, such as their license, are left out. If the run started from timm's weights, the entry
+    `base_model` names them. Raises RuntimeError if the exported model has other outputs than the
+    checkpoint.
     """
-    path, name = folder / "model.safetensors", trained.config.model.name
     if is_own_class(trained.config.model.name):
+        path = folder / "model.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {key: tensor.contiguous() for key, tensor in trained.model.state_dict().items()}, path
         )
+        name = trained.config.model.name
         return [f"{name}(…).load_state_dict(safetensors.torch.load_file({str(path)!r}))"]
     save_for_hf(
         trained.model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
         str(folder),
-        model_config={"label_names": trained.task.names},
+        model_config={"label_names": trained.task.names, **more},
         safe_serialization=True,
         data_config=dataclasses.asdict(trained.preprocessing),
     )
-    arguments = _describe_own_weights(trained, folder / "config.json")["model_args"]
-    check_same(trained, timm.create_model(name, checkpoint_path=str(path), **arguments), path)
-    by_folder = f"local-dir:{folder.resolve()}"
-    check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
-    keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return [
-        f"timm.create_model({by_folder!r}, pretrained=True)",
-        f"timm.create_model({name!r}, checkpoint_path={str(path)!r}, {keywords})",
-    ]
-
-
-def _describe_own_weights(trained: Trained, path: Path) -> dict[str, Any]:
-    """Remove from config.json the entries that describe timm's weights, such as their license.
-    Return the new contents of the file.
-
-    If the run started from timm's weights, the entry `base_model` names them.
-    """
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in OF_PRETRAINED_WEIGHTS:
         config["pretrained_cfg"].pop(key, None)
+    # transformers passes num_classes to timm as well, and timm rejects two values.
+    config["model_args"].pop("num_classes", None)
     if (origin := base_model(trained)) is not None:
         config["base_model"] = origin
-    write_json(path, config)
-    return config
+    write_json(folder / "config.json", config)
+    by_folder = f"local-dir:{folder.resolve()}"
+    check_same(trained, timm.create_model(by_folder, pretrained=True).eval(), folder)
+    return [f"timm.create_model({by_folder!r}, pretrained=True)"]
 
 
 def base_model(trained: Trained) -> str | None:
@@ -101,28 +90,6 @@ def base_model(trained: Trained) -> str | None:
         return None
     name: str | None = getattr(trained.model, "pretrained_cfg", {}).get("hf_hub_id")
     return name
-
-
-def export_program(trained: Trained, folder: Path) -> list[str]:
-    """Write `model.pt2`, a torch.export program that accepts any batch size. Return a list with the
-    Python expression that loads the file.
-
-    Raises ValueError if torch cannot trace the model, RuntimeError if the program has other
-    outputs.
-    """
-    path = folder / "model.pt2"
-    images = _example(trained, 2)
-    try:
-        program = torch.export.export(
-            trained.model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},)
-        )
-    # torch.export raises exceptions of many types for a model that it cannot trace.
-    except Exception as error:
-        raise _untraceable(trained, "torch_export", error) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.export.save(program, path)
-    check_same(trained, torch.export.load(path).module(), path)
-    return [f"torch.export.load({str(path)!r}).module()"]
 
 
 def export_onnx(trained: Trained, folder: Path) -> list[str]:
@@ -149,7 +116,11 @@ def export_onnx(trained: Trained, folder: Path) -> list[str]:
         )
     # torch and onnx raise exceptions of many types for a model that they cannot export.
     except Exception as error:
-        raise _untraceable(trained, "onnx", error) from None
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"format=onnx: torch cannot trace {trained.config.model.name} ({reason}); use "
+            "format=safetensors"
+        ) from None
     metadata = {"class_names": trained.task.names, **dataclasses.asdict(trained.preprocessing)}
     # ONNX stores weights of more than 2 GB in a second file. The metadata is in the first file, so
     # the second one is not loaded.
@@ -167,20 +138,10 @@ def export_onnx(trained: Trained, folder: Path) -> list[str]:
     return [f"onnxruntime.InferenceSession({str(path)!r})"]
 
 
-def _untraceable(trained: Trained, form: str, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:300]
-    return ValueError(
-        f"format={form}: torch cannot trace {trained.config.model.name} ({reason}); use "
-        "format=safetensors"
-    )
-
-
 def _example(trained: Trained, batch: int) -> torch.Tensor:
-    """Create a batch of random images with the model's input size, on the model's device."""
-    device = next(trained.model.parameters()).device
-    return torch.randn(
-        batch, *trained.preprocessing.input_size, generator=torch.Generator().manual_seed(0)
-    ).to(device)
+    """Create a batch of random images with the model's input size."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, *trained.preprocessing.input_size, generator=generator)
 
 
 @torch.inference_mode()
@@ -190,8 +151,6 @@ def check_same(trained: Trained, loaded: Any, path: Path) -> None:
     """
     for batch in BATCHES:
         images = _example(trained, batch)
-        if isinstance(loaded, nn.Module) and not isinstance(loaded, torch.fx.GraphModule):
-            loaded = loaded.to(images.device).eval()
         expected = trained.model(images)
         difference = float((expected - loaded(images)).abs().max())
         if not difference <= ROUNDING * max(1.0, float(expected.abs().max())):
@@ -228,28 +187,17 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
             f"format=hub: train.task={trained.config.train.task}: expected a task that "
             "the transformers library supports; use another format"
         )
-    export_safetensors(trained, folder)
-    _complete_config(trained, folder / "config.json")
-    by_folder = f"local-dir:{folder.resolve()}"
-    check_same(trained, timm.create_model(by_folder, pretrained=True), folder)
+    problem_type = _problem_type(trained)
+    more = {} if problem_type is None else {"problem_type": problem_type}
+    # transformers ignores all class names if there are fewer names than outputs of the model.
+    unnamed = range(len(trained.task.names), trained.model.num_classes)
+    names = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
+    loaded_by = export_safetensors(trained, folder, label_names=names, **more)
     write_text(folder / "README.md", _model_card(trained))
     return [
-        f"timm.create_model({by_folder!r}, pretrained=True)",
+        *loaded_by,
         f"transformers.AutoModelForImageClassification.from_pretrained({str(folder)!r})",
     ]
-
-
-def _complete_config(trained: Trained, path: Path) -> None:
-    """Change config.json, which timm wrote, so that transformers can load the model too."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    # transformers passes num_classes to timm as well, and timm rejects two values.
-    config["model_args"].pop("num_classes", None)
-    # transformers ignores all class names if there are fewer names than outputs of the model.
-    unnamed = range(len(trained.task.names), config["num_classes"])
-    config["label_names"] = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
-    if _problem_type(trained) is not None:
-        config["problem_type"] = _problem_type(trained)
-    write_json(path, config)
 
 
 def _model_card(trained: Trained) -> str:
@@ -285,7 +233,7 @@ def _activation(task: Any) -> str:
     probabilities = getattr(getattr(task, "loss", None), "probabilities", None)
     if probabilities is None:
         return ""
-    return ".sigmoid()" if probabilities is sigmoid else ".softmax(1)"
+    return ".sigmoid()" if probabilities is torch.sigmoid else ".softmax(1)"
 
 
 def _metrics(trained: Trained) -> list[tuple[str, str, float, int]]:

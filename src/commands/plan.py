@@ -11,10 +11,9 @@ import copy
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from src.models.build import build_model
@@ -25,6 +24,7 @@ from src.train.optim import build_optimizer
 from timm_parallel import (
     Batch,
     ImageDataset,
+    InMemory,
     Networks,
     as_size,
     autocast,
@@ -48,38 +48,26 @@ UNKNOWN = (
     "FLOPs and memory are unknown, because the losses of the task do not work on tensors without "
     "values; train a few steps instead (train.max_steps=3)"
 )
-ONE_IMAGE = "BatchNorm needs two images per device; use a larger data.batch_size or fewer devices"
 
 
 class Sizes(ImageDataset):
-    """A dataset without images, which gives only the number of images, classes and channels. A plan
-    uses it if the data is not on this machine.
+    """A dataset of black images of one pixel, whose targets are zeros. A plan uses it if the data
+    is not on this machine.
     """
 
     def __init__(self, num_images: int, num_classes: int, in_chans: int, target: str) -> None:
         """`target`: kind of target, as in Task.target."""
         self.target_names = [f"class_{index}" for index in range(num_classes)]
         self.in_chans = in_chans
-        self.train = _Blank(num_images, num_classes, in_chans, target)
-
-
-class _Blank:
-    """A split of black images of one pixel, whose targets are zeros."""
-
-    def __init__(self, num_images: int, num_classes: int, in_chans: int, target: str) -> None:
-        self.num_images, self.image = num_images, torch.zeros(in_chans, 1, 1, dtype=torch.uint8)
-        targets: dict[str, Any] = {
+        image = torch.zeros(in_chans, 1, 1, dtype=torch.uint8)
+        targets = {
             "labels": torch.zeros(num_classes),
             "numbers": torch.zeros(num_classes),
             "mask": torch.zeros(1, 1, dtype=torch.uint8),
         }
-        self.target = targets.get(target, 0)
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        return self.image, self.target
+        label = targets.get(target, torch.tensor(0))
+        # All images are views of one.
+        self.train = InMemory(*(of.expand(num_images, *of.shape) for of in (image, label)))
 
 
 def plan(
@@ -112,18 +100,7 @@ def plan(
         try:
             plans.append(_count(_resolved_for(config, devices), images, devices))
         except ValueError as error:
-            # The class of this torch error is ValueError, and it has no code. Only its text shows
-            # that BatchNorm got a single image.
-            has_one_image = "1 value per channel" in str(error)
-            plans.append(Plan(devices, reason=ONE_IMAGE if has_one_image else str(error)))
-    smallest = min((row.batch_size for row in plans if row.batch_size), default=0)
-    for row in plans:
-        if row.batch_size > smallest and config.optim.lr_rule == "none":
-            row.warnings.append(
-                f"the global batch is {row.batch_size / smallest:g} times that of the smallest "
-                "count, but the learning rate is the same; scale it with optim.lr_rule=linear or "
-                "sqrt"
-            )
+            plans.append(Plan(devices, reason=str(error)))
     return plans
 
 
@@ -187,7 +164,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
         flops_per_step=None if flops is None else flops * devices * train.accumulate,
         bytes_per_device=memory,
         warnings=[
-            *_warnings(config, model, chunk, dropped, size),
+            *_warnings(config, model, chunk),
             *([UNKNOWN] if measured is None else []),
         ],
     )
@@ -251,9 +228,7 @@ def _step(
         return None
 
 
-def _warnings(
-    config: Config, model: nn.Module, chunk: int, dropped: int, images: int
-) -> Iterator[str]:
+def _warnings(config: Config, model: nn.Module, chunk: int) -> Iterator[str]:
     has_batch_norm = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
     )
@@ -261,11 +236,6 @@ def _warnings(
         yield (
             f"per-device batch {chunk} with BatchNorm: its statistics are noisy; "
             "set model.sync_bn=true, or use a larger batch"
-        )
-    if dropped > 0.05 * images:
-        yield (
-            f"{dropped} of {images} images are dropped in every epoch; a smaller "
-            "data.batch_size would drop fewer"
         )
     if config.model.grad_checkpointing:
         yield (

@@ -8,11 +8,10 @@ To add a task, write a class in this folder that extends ImageTask (images.py), 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from src.schema import Config, TrainConfig
 from src.tasks.images import LossTask, find_task
-from timm_parallel import Task, is_own_class
+from timm_parallel import is_own_class
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -20,7 +19,17 @@ def problems(config: Config) -> Iterator[str]:
     or train.loss.
     """
     train, data, task = config.train, config.data, find_task(config.train.task)
-    yield from loss_problems(train, task)
+    if not issubclass(task, LossTask):
+        if train.loss != TrainConfig().loss:
+            yield (
+                f"train.loss={train.loss}: train.task={train.task} defines its loss itself; leave "
+                "it out"
+            )
+    elif train.loss not in task.known_losses and not is_own_class(train.loss):
+        yield (
+            f"train.loss={train.loss}: not a loss of train.task={train.task}; use "
+            f"{', '.join(task.known_losses)}, or a class of your own"
+        )
     for phase in config.optim.of:
         if phase not in task.phases:
             yield (
@@ -65,18 +74,3 @@ def problems(config: Config) -> Iterator[str]:
                 f"{option}={value}: train.loss={train.loss} does not read it; leave it "
                 f"out, or add {name} to `reads` of the loss"
             )
-
-
-def loss_problems(train: TrainConfig, task: type[Task[Any]]) -> Iterator[str]:
-    """Yield an error message if train.loss is not a loss of the task."""
-    if not issubclass(task, LossTask):
-        if train.loss != TrainConfig().loss:
-            yield (
-                f"train.loss={train.loss}: train.task={train.task} defines its loss itself; leave "
-                "it out"
-            )
-    elif train.loss not in task.known_losses and not is_own_class(train.loss):
-        yield (
-            f"train.loss={train.loss}: not a loss of train.task={train.task}; use "
-            f"{', '.join(task.known_losses)}, or a class of your own"
-        )

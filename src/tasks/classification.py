@@ -14,10 +14,8 @@ from torch.nn import functional
 
 from src.schema import ResolvedConfig
 from src.tasks.images import LOSS, Criterion, Loss, LossTask, per_image
-from timm_parallel import Batch, Evaluation, Metric, draw_confusion, to_double
+from timm_parallel import Batch, Evaluation, Metric, draw_confusion
 
-# Number of bins of confidence for the expected calibration error.
-BINS = 15
 # Largest number of classes with a confusion matrix. Its memory grows with the square.
 MOST_IN_MATRIX = 500
 
@@ -98,14 +96,6 @@ def sigmoid_losses(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(scores, targets, reduction="none").mean(1)
 
 
-def softmax(scores: Tensor) -> Tensor:
-    return scores.softmax(1)
-
-
-def sigmoid(scores: Tensor) -> Tensor:
-    return scores.sigmoid()
-
-
 @dataclass(frozen=True)
 class ClassLoss(Loss):
     """A loss on class scores [B, classes]. Targets are class numbers [B], or class probabilities
@@ -114,7 +104,7 @@ class ClassLoss(Loss):
 
     of_samples: Callable[[Tensor, Tensor], Tensor] = softmax_losses
     # Function that computes the probabilities of the classes from scores.
-    probabilities: Callable[[Tensor], Tensor] = softmax
+    probabilities: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=1)
     # True if each image adds a term for every class to the loss (sigmoid), not only for its own
     # class (softmax). train.class_weights then weight these terms.
     has_class_terms: bool = False
@@ -162,25 +152,6 @@ def on_diagonal(counts: Tensor, samples: int) -> float:
     images.
     """
     return float(counts.diag().sum().item()) / samples
-
-
-def count_by_confidence(task: Classification, scores: Tensor, batch: Batch) -> Tensor:
-    """Count images, count correct predictions and sum confidences in each of 15 bins of confidence.
-    Return a tensor [3, 15].
-    """
-    confidence, predicted = task.loss.probabilities(scores).max(1)
-    bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
-    values = to_double(
-        torch.stack([torch.ones_like(confidence), predicted == batch.target, confidence])
-    )
-    return values.new_zeros(3, BINS).index_add_(1, bins, values)
-
-
-def calibration_error(sums: Tensor, samples: int) -> float:
-    """Compute the expected calibration error (Guo et al. 2017, arXiv:1706.04599) from the sums of
-    `count_by_confidence`.
-    """
-    return float((sums[1] - sums[2]).abs().sum() / samples)
 
 
 def hits(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -311,7 +282,7 @@ class Classification(ClassTask):
             partial(binary_cross_entropy, False),
             sigmoid_losses,
             ("smoothing", "mixup", "class_weights"),
-            sigmoid,
+            torch.sigmoid,
             has_class_terms=True,
         ),
     }
@@ -340,10 +311,6 @@ class Classification(ClassTask):
 
     def train_numbers(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"acc": hits(scores, targets)}
-
-    @property
-    def checked_metrics(self) -> dict[str, Metric]:
-        return {**self.metrics, "ece": Metric(count_by_confidence, calibration_error)}
 
     def details(self, evaluation: Evaluation) -> dict[str, Any]:
         """Return the numbers of images and of correct predictions, and the accuracy of each class,

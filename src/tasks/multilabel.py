@@ -16,7 +16,6 @@ from src.tasks.classification import (
     ClassLoss,
     ClassTask,
     binary_cross_entropy,
-    sigmoid,
     sigmoid_losses,
     without_state,
 )
@@ -91,14 +90,14 @@ class Multilabel(ClassTask):
             partial(binary_cross_entropy, True),
             sigmoid_losses,
             ("smoothing", "class_weights"),
-            sigmoid,
+            torch.sigmoid,
             has_class_terms=True,
         ),
         "asl": ClassLoss(
             asymmetric,
             sigmoid_losses,
             ("smoothing", "class_weights"),
-            sigmoid,
+            torch.sigmoid,
             has_class_terms=True,
         ),
     }

@@ -146,18 +146,19 @@ def confusion(task: Any, scores: Tensor, batch: Batch) -> Tensor:
     """Count labeled pixels by true class (row) and predicted class (column). Return int64 [classes,
     classes].
     """
-    return count_pixels(scores, batch.target)
+    return count_pixels(scores, batch.target).sum(0)
 
 
 def count_pixels(scores: Tensor, masks: Tensor) -> Tensor:
-    """Count labeled pixels as `confusion` does, from scores [B, classes, H, W] and masks [B, H,
-    W].
+    """Count the labeled pixels of each image as `confusion` does, from scores [B, classes, H, W]
+    and masks [B, H, W]. Return int64 [B, classes, classes].
     """
     classes, is_labeled = scores.shape[1], masks != IGNORED
-    cells = masks.long() * classes + scores.argmax(1)
-    counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
+    images = torch.arange(len(masks), device=scores.device)[:, None, None]
+    cells = (images * classes + masks.long()) * classes + scores.argmax(1)
+    counts = torch.zeros(len(masks) * classes**2, dtype=torch.int64, device=scores.device)
     counts.index_add_(0, (cells * is_labeled).flatten(), is_labeled.long().flatten())
-    return counts.view(classes, classes)
+    return counts.view(-1, classes, classes)
 
 
 def ious(counts: Tensor) -> list[float | None]:
@@ -389,10 +390,7 @@ class Segmentation(LossTask):
         """Return for each image the confusion matrix of its pixels, and its number of labeled
         pixels. The scores of all images would not fit in memory.
         """
-        counts = outputs.new_zeros(len(batch), self.num_outputs, self.num_outputs).long()
-        for place in range(len(batch)):
-            of_image = slice(place, place + 1)
-            counts[place] = count_pixels(outputs[of_image], batch.target[of_image])
+        counts = count_pixels(outputs, batch.target)
         return counts, counts.sum((1, 2))
 
     def losses_and_pictures(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from timm_parallel import (
     as_size,
     build_eval_loaders,
     build_parts,
-    compile_model,
     freeze,
     is_timm_dataset,
     load_dataset,
@@ -153,8 +152,20 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> Any:
         copies=augment.aug_repeats,
         balance=config.data.balance,
         replay=config.data.replay_batches,
-        compile_network=partial(compile_model, mode=config.model.compile, device=strategy.device),
+        compile_network=partial(compile_network, mode=config.model.compile),
     )
+
+
+def compile_network(network: nn.Module, mode: bool | str) -> nn.Module:
+    """Wrap a network with torch.compile, which compiles it in the first training step.
+
+    `mode`: a mode of torch.compile, or True for torch's default; with False, the network is
+    returned unchanged. The original network shares its parameters with the wrapper, so checkpoints
+    still read the original.
+    """
+    if not mode:
+        return network
+    return cast(nn.Module, torch.compile(network, mode=None if mode is True else mode))
 
 
 def _build_mixing(config: ResolvedConfig, strategy: Strategy, task: ImageTask) -> Mixing | None:

@@ -189,12 +189,12 @@ def evaluate_batches(
     fetcher = SimpleNamespace(split=range(num_samples))
     loader: Any = SimpleNamespace(prefetcher=prefetcher, unreadable=set(), fetcher=fetcher)
     task = task_of(num_classes)
+    task.metrics = metrics or task.metrics
     evaluation = evaluate(
         strategy.for_evaluation(Networks({"model": model})),
         loader,
         task,
         strategy.group,
-        metrics=metrics,
         batches=map(as_batch, batches),
     )
     assert evaluation is not None

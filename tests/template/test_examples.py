@@ -19,7 +19,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from src.commands.evaluate import evaluate_config
-from src.commands.predict import PredictionRequest, predict
+from src.commands.predict import predict
 from src.schema import DataConfig
 from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, cpu_strategy, own
 from timm_parallel import build_strategy, is_own_class
@@ -318,8 +318,7 @@ def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:
         # Squeeze gray images, which Pillow stores without a dimension for channels.
         pixels = pixels.permute(1, 2, 0).squeeze(2).numpy()
         Image.fromarray(pixels).save(folder / f"{index:04}.png")
-    request = PredictionRequest(run, folder, "last", None, 1, 32, 0)
-    predictions = predict(request, cpu_strategy())
+    predictions = predict(run, folder, cpu_strategy(), checkpoint="last", topk=1, workers=0)
     ordered = [predictions[name] for name in sorted(predictions)]
     assert len(ordered) == len(split) and None not in ordered
     return [prediction for prediction in ordered if prediction is not None]

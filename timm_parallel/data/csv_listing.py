@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.data.dataset import ImageDataset
-from timm_parallel.data.file_list import Listing, check_splits, split_of
+from timm_parallel.data.file_list import Listing, by_split, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, is_number, plural, yaml_text
 
-SPLITS = ("train", "val", "test")
 COLUMNS = ("file", "split", "fold", "group")
-# Bytes that are not UTF-8, as `surrogateescape` decodes them.
-NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
-CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Bytes that are not UTF-8, as `surrogateescape` decodes them, and control characters.
+NOT_TEXT = re.compile(r"[\udc80-\udcff\x00-\x1f\x7f-\x9f]")
 # Characters that also join the words of a single name.
 WORD_SEPARATORS = " -_"
 # Character between two labels of one image, for tasks in which an image may have several labels.
@@ -38,15 +36,13 @@ OTHER_SEPARATORS = ",|/+&\uff1b\uff0c\u3001" + WORD_SEPARATORS
 
 @dataclass
 class Row:
-    """One line of the CSV file of a dataset: an image and its labels.
+    """One line of the CSV file of a dataset: an image, its labels and its split.
 
     The value of a missing column is empty.
     """
 
     line: int
     file: Path
-    # The text whose hash selects the split under data.val_fraction: the group, or else the path.
-    key: str
     labels: list[str]
     split: str
     fold: str
@@ -76,8 +72,8 @@ class CsvDataset(ImageDataset):
         from timm_parallel.data.decode import files_of
 
         path = csv_file(config)
-        divided = _divide(read_rows(path, config, target), path, config)
-        self.target_names, listing = _list(divided, path, config, target, trained_names)
+        rows = read_rows(path, config, target)
+        self.target_names, listing = _list(rows, path, config, target, trained_names)
         self.train, self.val, self.test = files_of(listing, config.max_value)
 
     @classmethod
@@ -91,15 +87,14 @@ class CsvDataset(ImageDataset):
         """
         path = csv_file(config)
         rows = read_rows(path, config, target)
-        divided = _divide(rows, path, config)
         # An evaluation needs neither several labels nor a val split, and knows the classes of its
         # run only later.
         present = sorted({label for row in rows for label in row.labels})
-        _list(divided, path, config, target, None if evaluated is None else present)
+        _list(rows, path, config, target, None if evaluated is None else present)
         if evaluated is None:
-            _check_leaks(divided, path)
-            if target != "numbers":
-                _check_known_labels(rows, path, config.fold)
+            _check_leaks(rows, path)
+            if target != "numbers" and config.val_fraction is None:
+                _check_known_labels(rows, path)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
                 raise ValueError(
@@ -109,9 +104,9 @@ class CsvDataset(ImageDataset):
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int:
         """Count the training images in the CSV file. The count is the same for any train.task."""
-        path = csv_file(config)
         target = "numbers" if config.kwargs.get("targets") else "labels"
-        return len(_divide(read_rows(path, config, target), path, config)["train"])
+        rows = read_rows(csv_file(config), config, target)
+        return sum(row.split == "train" for row in rows)
 
     def notes(self, target: str) -> list[str]:
         """Also describe training files that several lines give different labels, as in a file with
@@ -151,23 +146,19 @@ def csv_file(data: DataConfig) -> Path:
 
 
 def _columns(config: DataConfig, target: str) -> list[str]:
-    """Return the CSV columns with the numbers to learn, from data.kwargs.targets, or an empty list
-    if the task learns labels. YAML reads a name such as 2020 as a number, so each name is converted
-    to text. A single value is the name of one column.
+    """Return the CSV columns with the targets: `label`, or for numbers those of
+    data.kwargs.targets. YAML reads a name such as 2020 as a number, so each name is converted to
+    text. A single value is the name of one column.
     """
     given = config.kwargs.get("targets") or []
     names = given if isinstance(given, list | tuple) else [given]
     columns = [unicodedata.normalize("NFC", yaml_text(name)) for name in names]
-    key = f"data.kwargs.targets=[{','.join(columns)}]"
-    if target == "numbers":
-        if len(set(columns)) < len(columns):
-            raise ValueError(f"{key}: names a column twice; expected different columns")
-        return columns or ["label"]
-    if columns:
+    if columns and (target != "numbers" or len(set(columns)) < len(columns)):
         raise ValueError(
-            f"{key}: names columns of numbers, but this train.task learns labels; remove the key"
+            f"data.kwargs.targets=[{','.join(columns)}]: expected different columns of numbers, "
+            "for train.task=regression; remove the key if the task learns labels"
         )
-    return []
+    return columns or ["label"]
 
 
 def read_rows(path: Path, config: DataConfig, target: str) -> list[Row]:
@@ -178,7 +169,7 @@ def read_rows(path: Path, config: DataConfig, target: str) -> list[Row]:
     columns of data.kwargs.targets are read instead of the column `label`. Raises ValueError with
     the line number for a row that is not as expected.
     """
-    folder, columns = os.path.abspath(path.parent), _columns(config, target)
+    columns = _columns(config, target)
     header: list[str] = []
     rows: list[Row] = []
     # Name the line in which a row starts. If a quotation mark is not closed, the row ends many
@@ -190,10 +181,9 @@ def read_rows(path: Path, config: DataConfig, target: str) -> list[Row]:
         try:
             for cells in reader:
                 if cells and header:
-                    entry = _entry(header, cells)
-                    rows.append(_row(line, entry, path, folder, target == "labels", columns))
+                    rows.append(_row(line, header, cells, config, path, target, columns))
                 elif cells:
-                    header = _header(cells, columns or ("label",))
+                    header = _header(cells, columns)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise ValueError(
@@ -207,18 +197,18 @@ def read_rows(path: Path, config: DataConfig, target: str) -> list[Row]:
     return rows
 
 
-def _header(cells: list[str], labels: Sequence[str]) -> list[str]:
+def _header(cells: list[str], targets: Sequence[str]) -> list[str]:
     """Return the names of the columns. Raise ValueError if a column is missing, or if a column that
     is read occurs twice.
     """
     names = [unicodedata.normalize("NFC", cell.strip()) for cell in cells]
-    if missing := {"file", *labels} - set(names):
+    if missing := {"file", *targets} - set(names):
         # repr shows tabs, and bytes of another encoding.
         raise ValueError(
             f"no column {' and '.join(sorted(missing))}; expected columns separated by commas, in "
             f"UTF-8; the file has {', '.join(names)!r}"
         )
-    for name in (*COLUMNS, *labels):
+    for name in (*COLUMNS, *targets):
         if names.count(name) > 1:
             raise ValueError(f"the column {name} occurs twice; rename or remove one of them")
     # Remove columns without a name at the end of the header, so that a value below them counts as a
@@ -226,26 +216,21 @@ def _header(cells: list[str], labels: Sequence[str]) -> list[str]:
     return names[: max(number for number, name in enumerate(names, start=1) if name)]
 
 
-def _entry(header: list[str], cells: list[str]) -> dict[str, str]:
-    """Return a dictionary from the names of the columns to the cells of a row. Raise ValueError if
-    the row has more values than columns.
-    """
+def _row(
+    line: int,
+    header: list[str],
+    cells: list[str],
+    config: DataConfig,
+    path: Path,
+    target: str,
+    columns: Sequence[str],
+) -> Row:
     if any(cell.strip() for cell in cells[len(header) :]):
         raise ValueError(
             f"{plural(len(cells), 'value')}, but the header has {plural(len(header), 'column')}; "
             "put a value that contains a comma in quotation marks"
         )
-    return dict(zip(header, cells, strict=False))
-
-
-def _row(
-    line: int,
-    entry: dict[str, str],
-    path: Path,
-    folder: str,
-    several: bool,
-    columns: Sequence[str],
-) -> Row:
+    entry = dict(zip(header, cells, strict=False))
     file = entry.get("file", "").strip()
     if not file:
         raise ValueError("no value in the column file")
@@ -254,14 +239,13 @@ def _row(
     if not file.isprintable() and not os.path.lexists(image):
         _text(file, "file")
     split, fold, group, *labels = (
-        _text(entry.get(column, ""), column)
-        for column in ("split", "fold", "group", *(columns or ("label",)))
+        _text(entry.get(column, ""), column) for column in ("split", "fold", "group", *columns)
     )
-    if columns:
+    if target == "numbers":
         for column, text in zip(columns, labels, strict=True):
             if not is_number(text):
                 raise ValueError(f"{column}={text}: expected a number")
-    elif several:
+    elif target == "labels":
         labels = _parts(labels[0], SEPARATOR)
     elif not labels[0]:
         raise ValueError(
@@ -270,8 +254,25 @@ def _row(
         )
     # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are empty.
     fold = fold.removesuffix(".0")
-    key = group or path_key(file, folder)
-    return Row(line, image, key, labels, split, fold, group)
+    key = group or path_key(file, os.path.abspath(path.parent))
+    return Row(line, image, labels, _split(split, fold, key, config), fold, group)
+
+
+def _split(split: str, fold: str, key: str, data: DataConfig) -> str:
+    """Return the split of a row: that of its column `split`, else that of data.fold, or the one
+    that data.val_fraction selects by `key`, the group or path of the image.
+    """
+    if split not in ("", "train", "val", "test"):
+        raise ValueError(f"split={split}; expected train, val or test")
+    # data.fold and data.val_fraction divide only the images that the column split does not already
+    # assign to val or test.
+    if split in ("val", "test"):
+        return split
+    if data.fold is None:
+        return "train" if data.val_fraction is None else split_of(key, data)
+    if not fold:
+        raise ValueError(f"data.fold={data.fold}: no value in the column fold; add one")
+    return "val" if fold == str(data.fold) else "train"
 
 
 def _text(cell: str, column: str) -> str:
@@ -279,12 +280,11 @@ def _text(cell: str, column: str) -> str:
     contains bytes that are not UTF-8, or control characters.
     """
     text = cell.strip()
-    if text.isascii() and text.isprintable():
-        return text
-    if NOT_UTF8.search(text):
+    match = NOT_TEXT.search(text)
+    if match and match[0] >= "\udc80":
         raise ValueError(f"{column}: not UTF-8; save the file as UTF-8")
     # A line break is often the sign of a quotation mark that is not closed.
-    if match := CONTROL_CHARACTER.search(text):
+    if match:
         raise ValueError(
             f"{column}: contains the control character {match[0]!r}; remove it, or close the "
             "quotation mark of this row"
@@ -323,46 +323,8 @@ def path_key(file: str, folder: str) -> str:
     return path.removeprefix(below) if path.startswith(below) else os.path.normpath(file)
 
 
-def _divide(rows: Sequence[Row], path: Path, data: DataConfig) -> dict[str, list[Row]]:
-    """Divide the rows of the CSV file into train, val and test.
-
-    The column `split`, data.fold or data.val_fraction decides in which split a row is.
-    """
-    divided: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    for row in rows:
-        if row.split and row.split not in SPLITS:
-            raise ValueError(
-                f"data.root={path}: line {row.line}: split={row.split}; expected train, val or test"
-            )
-        # data.fold and data.val_fraction divide only the images that the column split does not
-        # already assign to val or test.
-        if row.split in ("val", "test"):
-            divided[row.split].append(row)
-        elif data.fold is not None:
-            if not row.fold:
-                raise ValueError(
-                    f"data.fold={data.fold}: line {row.line} of {path} has no value in the column "
-                    "fold; add one"
-                )
-            divided["val" if row.fold == str(data.fold) else "train"].append(row)
-        elif data.val_fraction is not None:
-            divided[split_of(row.key, data)].append(row)
-        else:
-            divided["train"].append(row)
-    if data.fold is not None and not divided["val"]:
-        folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
-        raise ValueError(
-            f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
-        )
-    return divided
-
-
 def _list(
-    divided: dict[str, list[Row]],
-    path: Path,
-    data: DataConfig,
-    target: str,
-    classes: list[str] | None,
+    rows: list[Row], path: Path, data: DataConfig, target: str, classes: list[str] | None
 ) -> tuple[list[str], Listing]:
     """Return the names of the outputs, and the image files of each split with their targets.
 
@@ -370,7 +332,7 @@ def _list(
     target of an image is the tuple of its numbers. With `labels` it is a tuple with one number per
     class: 1 if the image has the class, else 0. Otherwise it is the index of the class.
     """
-    rows, several = [row for of_split in divided.values() for row in of_split], target == "labels"
+    several = target == "labels"
     names = classes or sorted({label for row in rows for label in row.labels})
     if target == "numbers":
         names = _columns(data, target)
@@ -397,16 +359,17 @@ def _list(
             return tuple(float(name in row.labels) for name in number_of)
         return number_of[row.labels[0]]
 
-    listing = {
-        split: [(row.file, encode(row)) for row in of_split] for split, of_split in divided.items()
-    }
-    if not listing["test"] and not data.test_fraction:
-        del listing["test"]
+    listing = by_split((row.split, row.file, encode(row)) for row in rows)
     if classes is None:
-        if not listing["val"] and data.val_fraction is None:
+        if data.fold is not None and "val" not in listing:
+            folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
             raise ValueError(
-                f"data.root={path}: no image is in the val split; set data.val_fraction=0.2 or "
-                "data.fold, or add a column named split"
+                f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
+            )
+        if data.val_fraction is None and (empty := {"train", "val"} - listing.keys()):
+            raise ValueError(
+                f"data.root={path}: no image is in the split {first(sorted(empty))}; set "
+                "data.val_fraction=0.2 or data.fold, or add a column named split"
             )
         check_splits(listing, data)
     return names, listing
@@ -443,7 +406,7 @@ def _check_combinations(rows: list[Row], path: Path, several: bool) -> None:
                 )
 
 
-def _check_leaks(divided: dict[str, list[Row]], path: Path) -> None:
+def _check_leaks(rows: list[Row], path: Path) -> None:
     """Raise ValueError for a file or a group that is in more than one split."""
     for kind, fix in (
         ("file", "keep one line per file"),
@@ -451,10 +414,9 @@ def _check_leaks(divided: dict[str, list[Row]], path: Path) -> None:
     ):
         # Name of a file or group -> the first row of each split that has it.
         by_name: dict[str, dict[str, Row]] = defaultdict(dict)
-        for split, rows in divided.items():
-            for row in rows:
-                if name := os.path.abspath(row.file) if kind == "file" else row.group:
-                    by_name[name].setdefault(split, row)
+        for row in rows:
+            if name := os.path.abspath(row.file) if kind == "file" else row.group:
+                by_name[name].setdefault(row.split, row)
         leaking = [name for name, of_splits in by_name.items() if len(of_splits) > 1]
         if leaking:
             lines = [f"line {row.line}" for row in by_name[leaking[0]].values()]
@@ -464,21 +426,15 @@ def _check_leaks(divided: dict[str, list[Row]], path: Path) -> None:
             )
 
 
-def _check_known_labels(rows: list[Row], path: Path, fold: int | None) -> None:
+def _check_known_labels(rows: list[Row], path: Path) -> None:
     """Raise ValueError for a label of val or test that no training image has.
 
-    Only the columns `split` and `fold` are checked, because under data.val_fraction a rare label
-    may be missing by chance. scripts/check_data.py counts labels that are missing by chance.
+    Under data.val_fraction a rare label may be missing by chance, so this is not checked there.
+    scripts/check_data.py counts labels that are missing by chance.
     """
-    held_out = [
-        row
-        for row in rows
-        if row.split in ("val", "test") or (fold is not None and row.fold == str(fold))
-    ]
-    lines = {row.line for row in held_out}
-    known = {label for row in rows if row.line not in lines for label in row.labels}
+    known = {label for row in rows if row.split == "train" for label in row.labels}
     unknown = {
-        label: row.line for row in reversed(held_out) for label in row.labels if label not in known
+        label: row.line for row in reversed(rows) for label in row.labels if label not in known
     }
     if unknown:
         names = sorted(unknown)

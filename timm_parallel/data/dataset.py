@@ -117,8 +117,11 @@ class ImageDataset:
         if target != "numbers" and (alike := similar_names(self.target_names)):
             notes.append(alike)
         # Splits of image files have this method.
-        pixel_notes = getattr(self.train, "pixel_notes", None)
-        return [*notes, *(() if pixel_notes is None else pixel_notes())]
+        if hasattr(self.train, "encoded"):
+            from timm_parallel.data.decode import pixel_notes
+
+            notes += pixel_notes(self.train)
+        return notes
 
 
 class InMemory:
@@ -258,8 +261,6 @@ def train_labels(split: Split, chosen: Tensor | None) -> Tensor | None:
     # mask.
     if listed is None or isinstance(listed, dict) or (files and isinstance(listed[0], str)):
         return None
-    # Convert the labels here, because a split of tar files stores them as a numpy array instead of
-    # a list.
     labels = torch.as_tensor(listed)
     return labels if chosen is None else labels[chosen]
 

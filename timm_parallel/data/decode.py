@@ -1,4 +1,4 @@
-"""Decode image files to tensors, and define splits that read image files or tar files."""
+"""Decode image files and masks to tensors, and define splits that read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from timm_parallel.data.dataset import (
     IMAGE_FORMATS,
+    ImageDataset,
     Sample,
     Split,
     image_files,
     left_out_notes,
 )
-from timm_parallel.data.file_list import FileList, Listing, Member
+from timm_parallel.data.file_list import FileList, Listing
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.text import plural
 
@@ -42,6 +43,18 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+IGNORED = ImageDataset.ignored
+# Formats, in Pillow's names, that keep numbers exactly. TIFF files may be compressed with losses.
+LOSSLESS = ("PNG", "BMP", "GIF", "TIFF", "PPM")
+LOSSY_TIFF = ("jpeg", "tiff_jpeg", "webp")
+# Tag of a TIFF that says if 0 is black or white.
+PHOTOMETRIC = 262
+# Largest stored number, by the raw mode of an image. Pillow stretches the numbers to 0..255.
+STRETCHED = {"L;2": 3, "L;4": 15}
+# Number of masks whose palettes are compared with that of each mask.
+COMPARED = 8
+# Red, green and blue of the numbers that occur in a mask with a palette.
+Colors = dict[int, tuple[int, ...]]
 # Largest number of training images that `pixel_notes` reads.
 SAMPLED = 16
 
@@ -220,7 +233,7 @@ def pixel_notes(split: Any) -> list[str]:
     `split`: has a method `encoded`, which reads the bytes of a file by its index, and a `max_value`
     (data.max_value).
     """
-    sampled, max_value = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1), split.max_value
+    sampled = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1)
     ranges: dict[str, list[float]] = {}
     for index in sampled:
         # Reading the images of a batch reports unreadable files later.
@@ -233,36 +246,24 @@ def pixel_notes(split: Any) -> list[str]:
                 kind = "floats" if image.mode == "F" else "more than 8 bits"
                 ranges.setdefault(kind, []).extend(ends)
             elif _is_deep_color(image):
-                ranges["16 bits per color"] = [0, 255]
-    given = None if max_value is None else f"0 to {max_value:g} (data.max_value)"
+                ranges["16 bits per color"] = []
     choice = "set data.max_value if white is another value"
     shown = {
-        "floats": given or f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
-        "more than 8 bits": given or f"0 to 65535; {choice}, such as 4095",
-        "16 bits per color": "0 to 65535, of which the upper 8 bits are used",
+        "floats": f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
+        "more than 8 bits": f"0 to 65535; {choice}, such as 4095",
     }
-    notes = []
-    for kind, seen in ranges.items():
-        present = "" if kind == "16 bits per color" else f" from {min(seen):g} to {max(seen):g}"
-        notes.append(
-            f"training images have pixels of {kind}{present} ({plural(len(sampled), 'image')} "
-            "sampled); "
-            f"black to white is {shown[kind]}"
-        )
-    return notes
+    if split.max_value is not None:
+        shown = dict.fromkeys(shown, f"0 to {split.max_value:g} (data.max_value)")
+    shown["16 bits per color"] = "0 to 65535, of which the upper 8 bits are used"
+    return [
+        f"training images have pixels of {kind}"
+        f"{f' from {min(seen):g} to {max(seen):g}' if seen else ''} "
+        f"({plural(len(sampled), 'image')} sampled); black to white is {shown[kind]}"
+        for kind, seen in ranges.items()
+    ]
 
 
-class ImageFiles:
-    """Base class of splits of image files, which a method `encoded` reads by index."""
-
-    max_value: float | None
-
-    def pixel_notes(self) -> list[str]:
-        """Describe the range of pixels of more than 8 bits in a sample of the images."""
-        return pixel_notes(self)
-
-
-class Files(ImageFiles):
+class Files:
     """A split of image files. Each file is decoded when its index is read."""
 
     def __init__(
@@ -301,44 +302,6 @@ class Files(ImageFiles):
         return read_image(self.files.read(index)[0])
 
 
-class TarSplit(ImageFiles):
-    """A split of images in tar files, read by index without unpacking.
-
-    The position, size and label of each image are kept in memory.
-    """
-
-    def __init__(
-        self,
-        tars: list[Path],
-        members: list[Member],
-        classes: list[str],
-        max_value: float | None = None,
-    ) -> None:
-        numbers = {name: number for number, name in enumerate(classes)}
-        self.tars, self.max_value = tars, max_value
-        self.tar, self.offset, self.size = np.array([position for *position, _ in members]).T
-        try:
-            self.labels = np.array([numbers[label] for *_, label in members])
-        except KeyError as error:
-            raise ValueError(
-                f"data.root={tars[0].parent}: the class {error} has images in val or test, but not "
-                "in train; add training images of this class"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        name = f"{self.tars[self.tar[index]]} at byte {self.offset[index]}"
-        image = decode(self.encoded(index), name, max_value=self.max_value)
-        return image, int(self.labels[index])
-
-    def encoded(self, index: int) -> bytes:
-        with open(self.tars[self.tar[index]], "rb", buffering=0) as tar:
-            tar.seek(int(self.offset[index]))
-            return tar.read(int(self.size[index]))
-
-
 def files_of(listing: Listing, max_value: float | None) -> tuple[Any, Any, Any]:
     """Build the splits (train, val, test) from lists of image files. `listing`: dictionary from the
     name of a split to its files. A split that is not in the dictionary is None. `max_value`: the
@@ -346,3 +309,157 @@ def files_of(listing: Listing, max_value: float | None) -> tuple[Any, Any, Any]:
     """
     splits = {name: Files(files, max_value=max_value) for name, files in listing.items()}
     return splits.get("train"), splits.get("val"), splits.get("test")
+
+
+class MaskFiles(Files):
+    """A split of image files with masks. The image and its mask are decoded when their index is
+    read.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[tuple[Path, str]],
+        classes: int,
+        ignore_index: int = IGNORED,
+        max_value: float | None = None,
+    ) -> None:
+        """Store `files`, pairs of the path of an image and the path of its mask below `root`.
+
+        `classes`: number of classes. `ignore_index`: value of mask pixels that belong to no class.
+        """
+        super().__init__(files, max_value=max_value)
+        self.root, self.classes, self.ignore_index = root, classes, ignore_index
+
+    def __getitem__(self, index: int) -> Sample:
+        path, name = self.files.read(index)
+        encoded, mask = self.encoded(index), self.mask(index)
+        image = decode(encoded, path, max_value=self.max_value)
+        rotated = ""
+        if (turn := stored_turn(encoded)) is not None:
+            mask, rotated = _turned(mask, turn, image, path), " after its EXIF rotation"
+        if image.shape[1:] != mask.shape:
+            raise UnreadableImageError(
+                f"{path}: the image has {image.shape[2]}x{image.shape[1]} pixels{rotated}, but its "
+                f"mask {name} has {mask.shape[1]}x{mask.shape[0]}; make them equal"
+            )
+        return image, mask
+
+    def mask(self, index: int) -> Tensor:
+        """Read the mask of an image to a uint8 tensor [H, W] of class numbers, as it is stored."""
+        path = self.root / self.files.read(index)[1]
+        mask, colors = read_mask(path, self.classes, self.ignore_index)
+        for number, color in colors.items():
+            if self._first_colors.get(number, color) != color:
+                raise UnreadableImageError(
+                    f"{path}: the number {number} has the color {color} in the palette, but "
+                    f"{self._first_colors[number]} in that of another mask; save all masks with "
+                    "one palette, or as gray PNG files of class numbers"
+                )
+        largest = int(mask.masked_fill(mask == IGNORED, 0).max())
+        if largest >= self.classes:
+            raise UnreadableImageError(
+                f"{path}: has a pixel of class {largest}, but data.kwargs.classes only names the "
+                f"classes 0 to {self.classes - 1}; add a name, or set "
+                f"data.kwargs.ignore_index={largest}"
+            )
+        return mask
+
+    @cached_property
+    def _first_colors(self) -> Colors:
+        """Colors in the palettes of the first masks, with which all masks are compared. So each
+        process refuses the same masks.
+        """
+        first_colors: Colors = {}
+        for _, name in self.files[:COMPARED]:
+            with suppress(UnreadableImageError):
+                _, colors = read_mask(self.root / name, self.classes, self.ignore_index)
+                first_colors = {**colors, **first_colors}
+        return first_colors
+
+
+def _turned(mask: Tensor, turn: Any, image: Tensor, path: str) -> Tensor:
+    """Turn a mask as the EXIF data turn its image, if the mask has the size of the image before
+    this turn. A mask that has the size of the turned image is left as it is.
+
+    Raises UnreadableImageError if both sizes are equal, because the mask may be turned or not.
+    """
+    turned = torch.from_numpy(np.array(Image.fromarray(mask.numpy()).transpose(turn)))
+    if mask.shape == turned.shape == image.shape[1:]:
+        raise UnreadableImageError(
+            f"{path}: its EXIF data rotate or flip the image, and the sizes do not tell if its "
+            "mask is rotated, too; save the image upright, without EXIF orientation"
+        )
+    return turned if turned.shape == image.shape[1:] else mask
+
+
+def read_mask(path: Path, classes: int, ignore_index: int) -> tuple[Tensor, Colors]:
+    """Read a mask file to a uint8 tensor [H, W] of class numbers, and the colors of its palette.
+
+    The mask is a gray image or has a palette. Pixels with the value `ignore_index` get the value
+    255, which stands for no class. The colors are empty if the grays of an image are its numbers.
+    """
+    encoded = read_image(path)
+    try:
+        with open_image(encoded) as image:
+            _check_format(image)
+            largest, numbers = _largest_number(image), np.array(image, np.uint8)
+            colors = _colors(image, classes, ignore_index) if image.mode == "P" else {}
+    except MemoryError:
+        raise
+    # Catch every exception, because Pillow raises many types of them for a damaged file.
+    except Exception as error:
+        raise unreadable(str(path), error, "mask") from None
+    if largest != IGNORED:
+        numbers = np.rint(numbers * (largest / 255)).astype(np.uint8)
+    mask = torch.from_numpy(numbers)
+    return mask.masked_fill(mask == ignore_index, IGNORED), colors
+
+
+def _check_format(mask: Any) -> None:
+    """Raise ValueError if the format of a PIL image does not keep class numbers."""
+    expected = "expected a PNG of class numbers with 8 bits per pixel, gray or with a palette"
+    if mask.format not in LOSSLESS or mask.info.get("compression") in LOSSY_TIFF:
+        raise ValueError(
+            f"{mask.format} files may change numbers; {expected}, never saved with losses"
+        )
+    if mask.mode not in ("L", "P", "1"):
+        raise ValueError(f"its mode is {mask.mode}; {expected}")
+    # Pillow inverts these numbers. In an image of 1 bit, white is the class 1 in any format.
+    if mask.mode == "L" and mask.format == "TIFF" and mask.tag_v2.get(PHOTOMETRIC) == 0:
+        raise ValueError(f"it is a TIFF in which 0 is white; {expected}")
+
+
+def _largest_number(mask: Any) -> int:
+    """Return the largest number that the file of a gray PIL image can store.
+
+    Pillow stretches numbers of fewer than 8 bits to 0..255. Only an image that is not loaded yet
+    has this information.
+    """
+    arguments = mask.tile[0][3]
+    raw_mode, *more = (arguments,) if isinstance(arguments, str) else arguments
+    if mask.format == "PPM" and more:
+        return int(more[0])
+    return STRETCHED.get(str(raw_mode)[:3], 255)
+
+
+def _colors(mask: Any, classes: int, ignore_index: int) -> Colors:
+    """Return the colors of the numbers that occur in a mask with a palette.
+
+    The numbers of the file are the classes. But a program that stores a gray mask with a palette
+    may number the grays in any order. Raises ValueError if the grays may be the classes.
+    """
+    values, is_used = mask.getpalette(), mask.histogram()
+    palette = [tuple(values[start : start + 3]) for start in range(0, len(values), 3)]
+    colors = {number: color for number, color in enumerate(palette) if is_used[number]}
+    grays = [color[0] for color in colors.values()]
+    are_gray = all(len({*color}) == 1 for color in palette)
+    are_classes = all(gray < classes or gray == ignore_index for gray in grays)
+    # Black and white are the numbers 0 and 1, as in an image of 1 bit per pixel.
+    is_doubtful = grays != sorted(grays) or (are_classes and not {*grays} <= {0, 255})
+    if are_gray and grays != [*colors] and is_doubtful:
+        raise ValueError(
+            f"the numbers {[*colors]} have the grays {grays} in the palette, which may be the "
+            "classes too; expected a gray PNG of class numbers"
+        )
+    return colors

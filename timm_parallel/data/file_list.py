@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import re
 import unicodedata
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,19 @@ from timm_parallel.machine.text import plural
 
 
 class FileList(Sequence[tuple[Path, Any]]):
-    """List of pairs of path and label of image files, stored in a few large blocks of memory.
+    """List of pairs of path and label of image files, stored in one large block of memory.
 
-    Forked loader workers share these blocks. They would copy a list of tuples page by page, because
+    Forked loader workers share this block. They would copy a list of tuples page by page, because
     reading a Python object changes its reference count: 300 MB per worker for a million files.
     """
 
     def __init__(self, files: Sequence[tuple[Path, Any]]) -> None:
-        self._paths = Blocks([os.fsencode(path) for path, _ in files])
-        self._labels = _stored([label for _, label in files])
+        pairs = [pickle.dumps((os.fspath(path), label)) for path, label in files]
+        self._pairs = b"".join(pairs)
+        self._ends = array("Q", accumulate(map(len, pairs), initial=0))
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -41,75 +44,22 @@ class FileList(Sequence[tuple[Path, Any]]):
         """Return the path of an image as text, and its label. Workers use this method, because each
         new Path writes to Python's table of interned strings, which would be copied.
         """
-        label = self._labels[index]
-        if isinstance(self._labels, Blocks):
-            label = os.fsdecode(label)
-        return os.fsdecode(self._paths[index]), label
+        position = range(len(self))[index]
+        pair = self._pairs[self._ends[position] : self._ends[position + 1]]
+        return pickle.loads(pair)  # type: ignore[no-any-return]
 
     def columns(self) -> tuple[list[str], list[Any]]:
         """Return all paths and all labels. This is faster than reading pair by pair, because it
         builds no Path objects.
         """
-        labels = [*self._labels]
-        if isinstance(self._labels, Blocks):
-            labels = [os.fsdecode(label) for label in labels]
-        return [os.fsdecode(path) for path in self._paths], labels
+        pairs = [pickle.loads(self._pairs[start:end]) for start, end in pairwise(self._ends)]
+        return [path for path, _ in pairs], [label for _, label in pairs]
 
 
-def _stored(labels: list[Any]) -> Sequence[Any]:
-    """Store labels in large blocks of memory if they are class numbers, texts, or tuples of as many
-    numbers each. Other labels stay in a list.
-    """
-    kinds = {*map(type, labels)}
-    if kinds == {int}:
-        return array("q", labels)
-    if kinds == {str}:
-        return Blocks([os.fsencode(label) for label in labels])
-    if kinds == {tuple} and len({*map(len, labels)}) == 1:
-        numbers = [number for label in labels for number in label]
-        if (of_numbers := {*map(type, numbers)}) in ({int}, {float}):
-            return Rows(array("q" if of_numbers == {int} else "d", numbers), len(labels[0]))
-    return labels
-
-
-class Rows(Sequence[tuple[Any, ...]]):
-    """List of tuples of `width` numbers, stored as one array."""
-
-    def __init__(self, numbers: array[Any], width: int) -> None:
-        self._numbers, self._width = numbers, width
-
-    def __len__(self) -> int:
-        return len(self._numbers) // self._width
-
-    def __getitem__(self, index: Any) -> Any:
-        start = range(len(self))[index] * self._width
-        return tuple(self._numbers[start : start + self._width])
-
-
-class Blocks(Sequence[bytes]):
-    """List of byte strings, stored as one byte string and the positions at which they end."""
-
-    def __init__(self, items: list[bytes]) -> None:
-        self._bytes = b"".join(items)
-        self._ends = array("Q", accumulate(map(len, items), initial=0))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        position = range(len(self))[index]
-        return self._bytes[self._ends[position] : self._ends[position + 1]]
-
-    def __iter__(self) -> Any:
-        return (self._bytes[start:end] for start, end in pairwise(self._ends))
-
-
+SPLITS = ("train", "val", "test")
 # The image files of each split, by the name of the split. A file has a label, which is a class
 # number, or one number per class if an image may have several labels.
 Listing = dict[str, list[tuple[Path, Any]]]
-# Position of an image in a list of tar files: index of the tar file, offset and size of the image
-# in bytes, label.
-Member = tuple[int, int, int, str]
 
 
 def split_of(key: str, data: DataConfig) -> str:
@@ -127,11 +77,63 @@ def split_of(key: str, data: DataConfig) -> str:
     return "val" if position < val else "test" if position < val + test else "train"
 
 
+def split_folders(data: DataConfig) -> dict[str, Path]:
+    """Return the folder of each split that exists. With data.val_fraction, one folder has the
+    images of all splits, and its key is an empty text.
+    """
+    root = Path(str(data.root))
+    if data.val_fraction is not None:
+        return {"": root}
+    return {split: root / split for split in SPLITS if (root / split).is_dir()}
+
+
+def needed_splits(evaluated: str | None, present: Container[str]) -> list[str]:
+    """Return the splits that must have images. `evaluated`: the split on which a trained run will
+    be evaluated, or `all`; None for training. `present`: the splits that the data have.
+    """
+    if evaluated is None:
+        return [split for split in SPLITS if split != "test" or split in present]
+    if evaluated == "all":
+        return [split for split in ("val", "test") if split in present] or ["val"]
+    return [evaluated]
+
+
+def by_split(files: Iterable[tuple[str, Path, Any]]) -> Listing:
+    """Build a listing from the split, path and label of each image. It has the splits with images
+    only.
+    """
+    listing: Listing = {split: [] for split in SPLITS}
+    for split, path, label in files:
+        listing[split].append((path, label))
+    return {split: of_split for split, of_split in listing.items() if of_split}
+
+
+def split_of_file(path: Path, root: Path, data: DataConfig) -> str:
+    """Return the split that data.val_fraction and data.group_pattern assign to an image file."""
+    return split_of(_group_of(path.relative_to(root).as_posix(), data), data)
+
+
+def _group_of(path: str, data: DataConfig) -> str:
+    """Return the part of a path that matches data.group_pattern, or the whole path without a
+    pattern.
+
+    Images for which this text is equal are put into the same split.
+    """
+    if data.group_pattern is None:
+        return path
+    match = re.search(data.group_pattern, path)
+    if match is None:
+        raise ValueError(
+            f"data.group_pattern={data.group_pattern}: does not match {path}; choose a pattern "
+            "that matches the path of every image"
+        )
+    return match.group(1) if match.groups() else match.group()
+
+
 def check_splits(listing: Listing, data: DataConfig) -> None:
     """Raise ValueError if data.val_fraction or data.test_fraction leaves a split without images."""
-    for split, files in listing.items():
-        if not files:
-            key = "test_fraction" if split == "test" else "val_fraction"
+    for split, key in zip(SPLITS, ("val_fraction", "val_fraction", "test_fraction"), strict=True):
+        if getattr(data, key) and split not in listing:
             images = plural(sum(map(len, listing.values())), "image")
             raise ValueError(
                 f"data.{key}={getattr(data, key)}: the {split} split would get none of {images}; "

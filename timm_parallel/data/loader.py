@@ -6,14 +6,11 @@ The module on_device.py then copies each batch to the device.
 from __future__ import annotations
 
 import os
-import resource
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,8 +47,6 @@ Transform = Callable[[Tensor, Any], Sample]
 Fetched = tuple[dict[str, Any], IndexBatch, list[int], list[Tensor]]
 # What a loader sends to the device: fields, random numbers, and the index batch.
 Read = tuple[dict[str, Any], list[Tensor], IndexBatch]
-# Folder of the shared memory on Linux, through which workers send batches.
-SHARED_MEMORY = Path("/dev/shm")
 # Seconds to wait for SIGCHLD after a worker process has closed its connections.
 SIGNAL_SECONDS = 1.0
 # Largest number of consecutive unreadable images to skip. If more are unreadable, the cause is not
@@ -587,20 +582,14 @@ def _unsent(error: BaseException, batch: Any) -> UnsentBatchError:
     """Build the error for a batch that this worker process cannot send to the process of the
     rank.
     """
-    tensors = [part for part in tree_leaves(batch) if isinstance(part, Tensor)]
-    size = sum(tensor.nbytes for tensor in tensors) / 2**20
-    reason = f"a loader worker could not send a batch of {size:.1f} MiB ({error}); "
+    size = sum(part.nbytes for part in tree_leaves(batch) if isinstance(part, Tensor)) / 2**20
+    cause = "/dev/shm may be full: enlarge it (docker run --shm-size=8g), use a smaller batch, or"
     try:
         os.close(os.dup(0))
     # torch's errors have no number, so try to open one more file.
     except OSError:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        reason += f"the limit of open files is {limit}: raise it with ulimit -n, or "
-    else:
-        if SHARED_MEMORY.is_dir():
-            space = shutil.disk_usage(SHARED_MEMORY)
-            reason += (
-                f"{SHARED_MEMORY} has {space.free / 2**20:.1f} of {space.total / 2**20:.1f} MiB "
-                "free: enlarge it (docker run --shm-size=8g), use a smaller batch, or "
-            )
-    return UnsentBatchError(f"{reason}set data.workers=0")
+        cause = "the limit of open files is reached: raise it with ulimit -n, or"
+    return UnsentBatchError(
+        f"a loader worker could not send a batch of {size:.1f} MiB ({error}); {cause} set "
+        "data.workers=0"
+    )

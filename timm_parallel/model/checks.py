@@ -1,18 +1,16 @@
 """Checks of a model that run before training starts.
 
-They detect pretrained weights that cannot be downloaded, a missing compiler, an image size that the
-model rejects, and parameters that the optimizer lacks.
+They detect pretrained weights that cannot be downloaded, an image size that the model rejects, and
+parameters that the optimizer lacks.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -22,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.text import yaml_text
+from timm_parallel.machine.text import first
 from timm_parallel.model.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
@@ -67,36 +65,6 @@ def refuse_failed_download(setting: str, name: str, instead: str) -> Iterator[No
             f"{setting}: the weights of {name} could not be downloaded ({reason}); check the "
             f"network, copy a filled cache to HF_HOME, or {instead}"
         ) from None
-
-
-def compile_model(model: nn.Module, mode: bool | str, device: torch.device) -> nn.Module:
-    """Wrap a model with torch.compile, which compiles it in the first training step.
-
-    `mode`: a mode of torch.compile, or True for torch's default; with False, the model is returned
-    unchanged. The original model shares its parameters with the wrapper, so checkpoints still read
-    the original. Raises ValueError if the C or C++ compiler that torch needs is missing. Without
-    this check, the first training step would fail with a long traceback.
-    """
-    if not mode:
-        return model
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            get_cpp_compiler()
-        except RuntimeError as error:
-            raise ValueError(
-                f"model.compile={yaml_text(mode)}: needs a C++ compiler on a CPU ({error}); "
-                "install g++, or set model.compile=false"
-            ) from None
-    # Search for a C compiler in the same way as Triton does.
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if device.type == "cuda" and not any(shutil.which(compiler) for compiler in compilers):
-        raise ValueError(
-            f"model.compile={yaml_text(mode)}: needs a C compiler on a GPU, for Triton "
-            f"({' or '.join(compilers)}); install gcc and libc6-dev, or set model.compile=false"
-        )
-    return cast(nn.Module, torch.compile(model, mode=None if mode is True else mode))
 
 
 def check_networks(task: Task[Any], networks: Networks, batch: Batch) -> None:
@@ -206,10 +174,7 @@ def check_is_complete(optimizer: Optimizer, parameters: Mapping[str, nn.Paramete
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in known]
     if missing:
-        shown = ", ".join(missing[:8]) + (
-            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        )
         raise ValueError(
-            f"optim: no parameter group has {shown}; add them to a group in build_optimizer, or "
-            "freeze them with requires_grad_(False)"
+            f"optim: no parameter group has {first(missing, 8)}; add them to a group in "
+            "build_optimizer, or freeze them with requires_grad_(False)"
         )

@@ -1,28 +1,22 @@
-"""Load weights from a file into a model: `model.weights=<file>`. The tensors that fit are loaded,
-and those of timm, Lightning and PyTorch's tutorials are recognized.
-"""
+"""Load weights from a file into a model: `model.weights=<file>`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-import zipfile
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import adapt_input_conv, clean_state_dict, get_model_traits, load_state_dict
+from safetensors.torch import load_file
+from timm.models import adapt_input_conv, clean_state_dict, get_model_traits
 from timm.utils.misc import natural_key
 from torch import Tensor, nn
 
 from timm_parallel.data.dataset import class_difference
-from timm_parallel.errors import RefusedError
 from timm_parallel.machine.text import first, plural
 from timm_parallel.model.freeze import head_names
 
@@ -34,348 +28,9 @@ _SAVE_TENSORS = (
     "and any(map(torch.is_tensor, v.values()))), c); "
     'torch.save({{k: v for k, v in s.items() if torch.is_tensor(v)}}, {0} + ".tensors.pt")'
 )
-
-
-@dataclass
-class WeightsFile:
-    """Contents of a weights file: tensors by name.
-
-    The image size is known only for a checkpoint of this project.
-    """
-
-    path: Path
-    tensors: dict[str, Tensor]
-    # Text that says if raw or averaged weights were read; empty if the file has only raw ones.
-    label: str = ""
-    # Class names in the order of the head's outputs; None if the file does not name them.
-    target_names: list[str] | None = None
-    # Channels, height and width of the images on which the saved run was evaluated.
-    input_size: tuple[int, ...] | None = None
-    # True if timm's train.py has sorted the folders of the classes.
-    is_of_timm: bool = False
-
-
-def read_weights(
-    path: Path, read_foreign: Callable[[Path], dict[str, Any]], target_names: list[str]
-) -> WeightsFile:
-    """Read a weights file.
-
-    `read_foreign`: function that reads the state dict of a file that is not a checkpoint of this
-    project. `target_names`: class names of the data, to find their order in such a file. Raises
-    ValueError if the file cannot be read or holds Python objects.
-    """
-    try:
-        contents: Any = None
-        if path.suffix != ".safetensors":
-            # Allow the class Namespace, in which timm's train.py stores its arguments in a
-            # checkpoint. It only holds values by name.
-            with torch.serialization.safe_globals([argparse.Namespace]):
-                contents = torch.load(path, map_location="cpu", weights_only=True)
-        if (
-            isinstance(contents, dict)
-            and "model" in contents
-            and isinstance(contents.get("format"), int)
-        ):
-            return _of_checkpoint(path, contents)
-        state = read_foreign(path)
-        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    except FileNotFoundError:
-        raise ValueError(f"model.weights={path}: no such file") from None
-    except RefusedError:
-        raise
-    # Catch every exception, because torch and safetensors raise many types of them for a file that
-    # does not hold weights.
-    except Exception as error:
-        if objects := _python_objects(path):
-            raise ValueError(
-                f"model.weights={path}: contains Python objects besides tensors and plain values, "
-                f"so it is not loaded: {first(objects)}; if you trust the author of the file, save "
-                f"its tensors: python -c {shlex.quote(_SAVE_TENSORS.format(json.dumps(str(path))))}"
-            ) from None
-        reason = " ".join(str(error)[:200].split())
-        if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
-            reason = "not a complete file of torch.save"
-        raise ValueError(
-            f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
-            "state dict"
-        ) from None
-    if not tensors:
-        raise ValueError(
-            f"model.weights={path}: contains no tensors with names; give a state dict or a "
-            "checkpoint"
-        )
-    return WeightsFile(
-        path,
-        tensors,
-        target_names=_class_names(path, contents, target_names),
-        is_of_timm=_has_classes_of_timm(contents),
-    )
-
-
-def _python_objects(path: Path) -> list[str]:
-    """Return the names of the classes and functions in a file of torch.save that torch.load does
-    not allow.
-    """
-    with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    return []
-
-
-def _class_names(path: Path, contents: Any, target_names: list[str]) -> list[str] | None:
-    """Return the class names that another program has stored with the weights, in the order of the
-    outputs: in a checkpoint as `classes` or `class_to_idx`, for a .safetensors file in the
-    config.json of the Hugging Face hub next to the file. Below other keys, only the names of the
-    data are found. None if there are none.
-    """
-    if path.suffix == ".safetensors":
-        with suppress(OSError, ValueError):
-            contents = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))
-    if not isinstance(contents, dict):
-        return None
-    numbers = contents.get("class_to_idx")
-    if isinstance(numbers, dict):
-        return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]
-    names = contents.get("classes", contents.get("label_names"))
-    if isinstance(names, list | tuple):
-        return [str(name) for name in names]
-    return _order_of(set(target_names), contents)
-
-
-def _order_of(classes: set[str], value: Any) -> list[str] | None:
-    """Find the order of class names in a value of a weights file, or below it: a list of these
-    names, or a dictionary from name to number or from number to name. None if there is none.
-    """
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    numbered = [range(len(value)), value] if isinstance(value, list | tuple) else []
-    if isinstance(value, dict):
-        numbered = [[*value], [*value.values()]]
-    for numbers, names in (numbered, numbered[::-1]) if numbered else ():
-        are_names = len(names) == len(classes) and all(isinstance(name, str) for name in names)
-        if are_names and set(names) == classes and all(str(n).isdecimal() for n in numbers):
-            return [name for _, name in sorted(zip(map(int, numbers), names, strict=True))]
-    below = value.values() if isinstance(value, dict) else ()
-    return next(filter(None, (_order_of(classes, each) for each in below)), None)
-
-
-def _has_classes_of_timm(contents: Any) -> bool:
-    """Return True for a checkpoint of timm's train.py that was trained on folders of images. With a
-    class map, or a dataset such as hfds/…, the classes may have any order.
-    """
-    if not (isinstance(contents, dict) and "arch" in contents):
-        return False
-    arguments = contents.get("args")
-    has_map = getattr(arguments, "class_map", "")
-    return not has_map and "/" not in (getattr(arguments, "dataset", None) or "")
-
-
-def _of_checkpoint(path: Path, contents: dict[str, Any]) -> WeightsFile:
-    """Convert a checkpoint of this project to a WeightsFile.
-
-    The averaged weights are used if checkpoint.metric of the saved run evaluates them, else the raw
-    weights.
-    """
-    weights, label = contents["model"], ""
-    # Checkpoints of format 2 have one average, under its own name.
-    averaged = contents.get("averages", contents).get("ema")
-    if averaged is not None:
-        metric = contents["made_by"]["metric"]
-        label = f"raw weights (checkpoint.metric={metric}), "
-        if metric.endswith("_ema"):
-            weights, label = averaged, f"averaged weights (checkpoint.metric={metric}), "
-    size = contents.get("preprocessing", {}).get("input_size")
-    return WeightsFile(path, weights, label, contents.get("classes"), size)
-
-
-def preprocessing_of(path: Path) -> dict[str, Any]:
-    """Read the preprocessing of images, such as mean and std, from a checkpoint of this project.
-
-    Returns an empty dictionary for any other file.
-    """
-    try:
-        # Map the file into memory, so that only small entries are read and no tensors.
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    # Ignore errors here, because read_weights reports a file that cannot be read.
-    except Exception:
-        return {}
-    return dict(contents.get("preprocessing", {})) if isinstance(contents, dict) else {}
-
-
-def fill_model(
-    model: nn.Module,
-    file: WeightsFile,
-    head: set[str],
-    target_names: list[str],
-    for_evaluation: bool,
-    strict: bool,
-    sorted_names: bool,
-) -> str:
-    """Load those tensors of a weights file that fit into a model, and return a line for the log.
-
-    The line lists the loaded tensors and those that keep their random values. `head`: names of the
-    tensors in the head. All of them keep their random values if one does not fit, or if the file's
-    classes differ from `target_names`. If only the order of the classes differs, the outputs of the
-    head are put into the order of `target_names`. `sorted_names`: the program that wrote the file
-    may have sorted the classes by another rule. Raises ValueError if a tensor outside of the head
-    does not fit, unless `strict` is false. In an evaluation, every tensor must fit.
-    """
-    own = model.state_dict()
-    if sorted_names and file.is_of_timm and _outputs(file, head, len(target_names)):
-        file.target_names = natural_order(target_names)
-    moved = _reorder_head(file, head, target_names)
-    problems = {name: _problem(name, file, own) for name in own}
-    why_fresh = ""
-    if file.target_names is not None and file.target_names != target_names:
-        why_fresh = (
-            "its classes are not those of the data "
-            f"({class_difference(file.target_names, target_names)})"
-        )
-        if for_evaluation:
-            raise ValueError(
-                f"model.weights={file.path}: {why_fresh}; evaluate the weights on data with the "
-                "classes that they were trained on"
-            )
-    elif sorted_names and (why_fresh := _doubt(file, head, target_names)):
-        if for_evaluation:
-            raise ValueError(
-                f"model.weights={file.path}: {why_fresh}; add the order to the file, as "
-                "class_to_idx={<class>: <number of its output>} next to state_dict"
-            )
-    elif not for_evaluation:
-        why_fresh = first([problems[name] for name in own if name in head and problems[name]], 1)
-    fresh = head if why_fresh else set()
-    # Ignore a missing num_batches_tracked, because torch also loads a BatchNorm without this count
-    # of batches.
-    missing = [
-        name
-        for name in own
-        if problems[name] and name not in fresh and "num_batches_tracked" not in name
-    ]
-    # At least one trainable tensor must fit. The buffers of a different model may fit by chance.
-    trained = [
-        name
-        for name, tensor in model.named_parameters(remove_duplicate=False)
-        if tensor.requires_grad
-    ]
-    fits = any(not problems[name] and name not in fresh for name in trained)
-    unused = [name for name in file.tensors if name not in own]
-    if missing and (strict or for_evaluation or not fits):
-        size = (
-            ""
-            if file.input_size is None
-            else " (channels, height, width: {}, {}, {})".format(*file.input_size)
-        )
-        may_be_fresh = fits and not for_evaluation
-        hint = (
-            "; or model.weights_strict=false, to train these tensors from scratch"
-            if may_be_fresh
-            else ""
-        )
-        others = f"; the file instead has {first(unused, 3)}" if unused else ""
-        raise ValueError(
-            f"model.weights={file.path}: {len(missing)} of the model's {len(own)} tensors would "
-            f"stay random: {first([problems[name] for name in missing], 3)}; use the model.name, "
-            "model.kwargs, image size (data.image_size), channels and classes that the file was "
-            f"trained with{size}{hint}{others}"
-        )
-    loaded = {name: file.tensors[name] for name in own if not problems[name] and name not in fresh}
-    _check_finite(file.path, loaded, {name for name, _ in model.named_parameters()})
-    model.load_state_dict(loaded, strict=False)
-    line = f"{file.path}: {file.label}{len(loaded)} of {len(own)} tensors"
-    if moved:
-        line += "; the head is in the order of the data's classes"
-    if fresh:
-        line += f"; the head is fresh: {', '.join(sorted(fresh))}: {why_fresh}"
-    if missing:
-        line += (
-            "; also fresh (model.weights_strict=false): "
-            f"{first([problems[name] for name in missing])}"
-        )
-    if unused:
-        line += f"; not used: {first(unused)}"
-    return line
-
-
-def natural_order(names: list[str]) -> list[str] | None:
-    """Sort class names as timm does: numbers by value, and ignoring case. None if two names are
-    equal by this rule, because timm then leaves their order to chance.
-    """
-    keys = {name: tuple(natural_key(name)) for name in names}
-    return sorted(names, key=keys.__getitem__) if len({*keys.values()}) == len(names) else None
-
-
-def _doubt(file: WeightsFile, head: set[str], target_names: list[str]) -> str:
-    """Return the reason why the outputs of a head may belong to other classes than those of the
-    data; an empty text if there is no doubt.
-    """
-    natural = natural_order(target_names)
-    is_known = file.target_names is not None or natural == target_names
-    # A dataset such as CIFAR-10 has an order of its own, which every program uses.
-    is_own_order = target_names != sorted(target_names)
-    if is_known or is_own_order or not _outputs(file, head, len(target_names)):
-        return ""
-    return (
-        "it does not name its classes, whose order may be that of this project "
-        f"({first(target_names, 3)}) or that of timm ({first(natural or [], 3)})"
-    )
-
-
-def _outputs(file: WeightsFile, head: set[str], count: int) -> list[str]:
-    """Return the names of the tensors in the head of a file that have a row for each of `count`
-    outputs.
-    """
-    return [
-        name
-        for name in sorted(head)
-        if name in file.tensors and file.tensors[name].shape[:1] == (count,)
-    ]
-
-
-def _reorder_head(file: WeightsFile, head: set[str], target_names: list[str]) -> bool:
-    """Put the outputs of the head of a file into the order of `target_names`, if the file has the
-    same classes in another order. Return True if the order was changed.
-    """
-    names = file.target_names or []
-    rows = _outputs(file, head, len(names))
-    if names == target_names or sorted(names) != sorted(target_names) or not rows:
-        return False
-    order = torch.tensor([names.index(name) for name in target_names])
-    for name in rows:
-        file.tensors[name] = file.tensors[name][order]
-    file.target_names = target_names
-    return True
-
-
-def _check_finite(path: Path, loaded: dict[str, Tensor], parameters: set[str]) -> None:
-    """Raise ValueError if a tensor that the model takes from a file is NaN, or one of its
-    `parameters` is infinite. A buffer, such as a mask of attention, may be infinite.
-    """
-    bad = [
-        name
-        for name, tensor in loaded.items()
-        if tensor.isnan().any() or (name in parameters and tensor.isinf().any())
-    ]
-    if bad:
-        raise ValueError(
-            f"model.weights={path}: {plural(len(bad), 'tensor')} with values that are NaN or "
-            f"infinite: {first(bad, 3)}; give a checkpoint from before the training diverged"
-        )
-
-
-def _problem(name: str, file: WeightsFile, own: dict[str, Tensor]) -> str:
-    """Describe why a weights file has no suitable value for the model tensor `name`. Returns an
-    empty text if the file has one.
-    """
-    if name not in file.tensors:
-        return f"{name} is not in the file"
-    in_file, in_model = list(file.tensors[name].shape), list(own[name].shape)
-    return (
-        ""
-        if in_file == in_model
-        else f"{name} is {in_file} in the file and {in_model} in the model"
-    )
-
-
+# Keys below which timm, Lightning and a tutorial of PyTorch store a state dict. Averaged weights
+# come first, as in timm.
+STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 # Attribute names under which Lightning modules commonly hold their model, next to an averaged copy.
 # They come from the documentation of Lightning and from lightning-hydra-template.
 LIGHTNING_PREFIXES = ("model.", "net.")
@@ -405,46 +60,161 @@ def load_weights(
 
     For training, timm adapts the tensors like its own pretrained weights. Names of other
     implementations are converted, position embeddings are resized, and the first convolution is
-    adapted to the number of channels.
+    adapted to the number of channels. The whole head keeps its random values if a tensor of it does
+    not fit, or if the file's classes are not those of the data.
     """
-    read_foreign = partial(_read_foreign, own_names=list(model.state_dict()))
-    file = read_weights(path, read_foreign, target_names)
+    contents, own, head = _read(path), model.state_dict(), head_names(model)
+    tensors, label = _tensors(path, contents, set(own))
     if not for_evaluation:
         try:
-            file.tensors = _adapted(file.tensors, model)
+            tensors = _adapted(tensors, model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"model.weights={path}: timm cannot adapt these weights to model.name ({error}); "
                 "use the model that they were trained with"
             ) from None
-    return fill_model(
-        model, file, head_names(model), target_names, for_evaluation, strict, sorted_names
-    )
+    # Tensors of the head that have a row for each class.
+    rows = [
+        name
+        for name in sorted(head & tensors.keys())
+        if tensors[name].shape[:1] == (len(target_names),)
+    ]
+    names = _class_names(path, contents, target_names)
+    if names is None and sorted_names and rows and _has_classes_of_timm(contents):
+        names = natural_order(target_names)
+    is_moved = False
+    if rows and names and names != target_names and sorted(names) == sorted(target_names):
+        order = torch.tensor([names.index(name) for name in target_names])
+        tensors |= {name: tensors[name][order] for name in rows}
+        names, is_moved = target_names, True
+    problems = {name: problem for name in own if (problem := _problem(name, tensors, own))}
+    why_fresh = _doubt(names, target_names, sorted_names and bool(rows))
+    if why_fresh and for_evaluation:
+        raise ValueError(
+            f"model.weights={path}: {why_fresh}; evaluate the weights on data with the classes "
+            "that they were trained on, and add the order of the classes to the file, as "
+            "class_to_idx={<class>: <number of its output>} next to state_dict"
+        )
+    if not for_evaluation and not why_fresh:
+        why_fresh = next((problem for name, problem in problems.items() if name in head), "")
+    fresh = head if why_fresh else set()
+    loaded = {name: tensors[name] for name in own if name not in problems and name not in fresh}
+    # Ignore a missing num_batches_tracked, because torch also loads a BatchNorm without this count
+    # of batches.
+    missing = [
+        problem
+        for name, problem in problems.items()
+        if name not in fresh and "num_batches_tracked" not in name
+    ]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unused = first([name for name in tensors if name not in own])
+    # At least one parameter must fit. The buffers of a different model may fit by chance.
+    may_be_fresh = not for_evaluation and not parameters.isdisjoint(loaded)
+    if missing and not (may_be_fresh and not strict):
+        hint = "; or model.weights_strict=false, to train these tensors from scratch"
+        raise ValueError(
+            f"model.weights={path}: {len(missing)} of the model's {len(own)} tensors would stay "
+            f"random: {first(missing, 3)}; use the model.name, model.kwargs, image size "
+            "(data.image_size), channels and classes that the file was trained with"
+            f"{hint if may_be_fresh else ''}; not used: {unused or 'nothing'}"
+        )
+    _check_finite(path, loaded, parameters)
+    model.load_state_dict(loaded, strict=False)
+    line = f"{path}: {label}{len(loaded)} of {len(own)} tensors"
+    if is_moved:
+        line += "; the head is in the order of the data's classes"
+    if fresh:
+        line += f"; the head is fresh: {', '.join(sorted(fresh))}: {why_fresh}"
+    if missing:
+        line += f"; also fresh (model.weights_strict=false): {first(missing)}"
+    return line + (f"; not used: {unused}" if unused else "")
 
 
-def _read_foreign(path: Path, own_names: list[str]) -> dict[str, Any]:
-    """Read a state dict from a file of timm, Lightning or another program.
+def _read(path: Path) -> dict[str, Any]:
+    """Read a weights file without running code that it may contain. Return an empty dictionary if
+    it holds something else than a dictionary.
 
-    The tensors may be below a key such as `net`, and their names may have a prefix such as
-    `model.`. `own_names`: names of the tensors in our model.
+    Raises ValueError if the file cannot be read or has Python objects.
     """
-    state = load_state_dict(str(path), use_ema=True, weights_only=True)
-    below = {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values())
-    }
-    if below and not any(isinstance(value, Tensor) for value in state.values()):
-        key = "model_state_dict" if "model_state_dict" in below else next(iter(below))
-        if len(below) > 1 and key != "model_state_dict":
-            raise RefusedError(
-                f"model.weights={path}: has the tensors of several models below the keys "
-                f"{', '.join(below)}; save those of one: "
-                f"torch.save(torch.load({str(path)!r})[{key!r}], <new file>)"
-            )
-        state = clean_state_dict(below[key])
-    prefix = _common_prefix(path, list(state), set(own_names))
-    return clean_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        # Allow the class Namespace, in which timm's train.py stores its arguments in a checkpoint.
+        # It only holds values by name.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            contents = torch.load(path, map_location="cpu", weights_only=True)
+            return contents if isinstance(contents, dict) else {}
+    except FileNotFoundError:
+        raise ValueError(f"model.weights={path}: no such file") from None
+    # Catch every exception, because torch and safetensors raise many types of them for a file that
+    # does not hold weights.
+    except Exception as error:
+        if objects := _python_objects(path):
+            raise ValueError(
+                f"model.weights={path}: contains Python objects besides tensors and plain values, "
+                f"so it is not loaded: {first(objects)}; if you trust the author of the file, save "
+                f"its tensors: python -c {shlex.quote(_SAVE_TENSORS.format(json.dumps(str(path))))}"
+            ) from None
+        reason = " ".join(str(error)[:200].split())
+        raise ValueError(
+            f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
+            "state dict"
+        ) from None
+
+
+def _python_objects(path: Path) -> list[str]:
+    """Return the names of the classes and functions in a file of torch.save that torch.load does
+    not allow.
+    """
+    with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    return []
+
+
+def _tensors(
+    path: Path, contents: dict[str, Any], own_names: set[str]
+) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors in the contents of a weights file by name, and a text that says if they
+    are raw or averaged; it is empty if the file has one set of weights.
+
+    In a checkpoint of this project, the averaged weights are used if checkpoint.metric of the saved
+    run evaluates them, else the raw weights. In a file of another program, the tensors may be below
+    a key such as `net`, and their names may have a prefix such as `model.`. `own_names`: names of
+    the tensors in our model.
+    """
+    if isinstance(contents.get("format"), int) and "model" in contents:
+        # Checkpoints of format 2 have one average, under its own name.
+        averaged = contents.get("averages", contents).get("ema")
+        if averaged is None:
+            return contents["model"], ""
+        metric = contents["made_by"]["metric"]
+        if metric.endswith("_ema"):
+            return averaged, f"averaged weights (checkpoint.metric={metric}), "
+        return contents["model"], f"raw weights (checkpoint.metric={metric}), "
+    keys = [key for key in STATE_DICTS if isinstance(contents.get(key), dict)][:1]
+    if not keys and not any(isinstance(value, Tensor) for value in contents.values()):
+        keys = [
+            key
+            for key, value in contents.items()
+            if isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values())
+        ]
+    if len(keys) > 1:
+        raise ValueError(
+            f"model.weights={path}: has the tensors of several models below the keys "
+            f"{', '.join(map(str, keys))}; save those of one: "
+            f"torch.save(torch.load({str(path)!r})[{keys[0]!r}], <new file>)"
+        )
+    state = contents[keys[0]] if keys else contents
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(
+            f"model.weights={path}: contains no tensors with names; give a state dict or a "
+            "checkpoint"
+        )
+    # Remove the prefixes of DDP and torch.compile, which may be before and after another prefix.
+    tensors = clean_state_dict(tensors)
+    prefix = _common_prefix(path, [*tensors], own_names)
+    return clean_state_dict({name.removeprefix(prefix): of for name, of in tensors.items()}), ""
 
 
 def _common_prefix(path: Path, names: list[str], own_names: set[str]) -> str:
@@ -462,7 +232,7 @@ def _common_prefix(path: Path, names: list[str], own_names: set[str]) -> str:
     likely = [prefix for prefix, count in counts.items() if count == most > len(own_names) / 2]
     known = [prefix for prefix in ("", *LIGHTNING_PREFIXES) if prefix in likely]
     if len(likely) > 1 and not known:
-        raise RefusedError(
+        raise ValueError(
             f"model.weights={path}: has the tensors of several models, whose names start with "
             f"{', '.join(likely)}; save those of one, without this prefix"
         )
@@ -498,8 +268,123 @@ def _adapted(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         # space-to-depth layer may multiply the channels before the first convolution.
         in_chans = traits.get("in_chans", convolution.in_channels)
         file_in_chans = weight.shape[1] * convolution.groups * in_chans // convolution.in_channels
-        # If timm cannot adapt this tensor, keep its shape, so that fill_model reports that it does
-        # not fit.
+        # If timm cannot adapt this tensor, keep its shape, so that load_weights reports that it
+        # does not fit.
         with suppress(NotImplementedError):
             tensors[f"{stem}.weight"] = adapt_input_conv(in_chans, weight, base_chans=file_in_chans)
     return tensors
+
+
+def _class_names(path: Path, contents: dict[str, Any], target_names: list[str]) -> list[str] | None:
+    """Return the class names that another program has stored with the weights, in the order of the
+    outputs: in a checkpoint as `classes` or `class_to_idx`, for a .safetensors file in the
+    config.json of the Hugging Face hub next to the file. Below other keys, only the names of the
+    data are found. None if there are none.
+    """
+    if path.suffix == ".safetensors":
+        with suppress(OSError, ValueError):
+            contents = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))
+    numbers = contents.get("class_to_idx")
+    if isinstance(numbers, dict):
+        return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]
+    names = contents.get("classes", contents.get("label_names"))
+    if isinstance(names, list | tuple):
+        return [str(name) for name in names]
+    return _order_of(set(target_names), contents)
+
+
+def _order_of(classes: set[str], value: Any) -> list[str] | None:
+    """Find the order of class names in a value of a weights file, or below it: a list of these
+    names, or a dictionary from name to number or from number to name. None if there is none.
+    """
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    numbered = [range(len(value)), value] if isinstance(value, list | tuple) else []
+    if isinstance(value, dict):
+        numbered = [[*value], [*value.values()]]
+    for numbers, names in (numbered, numbered[::-1]) if numbered else ():
+        are_names = len(names) == len(classes) and all(isinstance(name, str) for name in names)
+        if are_names and set(names) == classes and all(str(n).isdecimal() for n in numbers):
+            return [name for _, name in sorted(zip(map(int, numbers), names, strict=True))]
+    below = value.values() if isinstance(value, dict) else ()
+    return next(filter(None, (_order_of(classes, each) for each in below)), None)
+
+
+def _has_classes_of_timm(contents: dict[str, Any]) -> bool:
+    """Return True for a checkpoint of timm's train.py that was trained on folders of images. With a
+    class map, or a dataset such as hfds/…, the classes may have any order.
+    """
+    arguments = contents.get("args")
+    has_map = getattr(arguments, "class_map", "")
+    is_folder = "/" not in (getattr(arguments, "dataset", None) or "")
+    return "arch" in contents and is_folder and not has_map
+
+
+def natural_order(names: list[str]) -> list[str] | None:
+    """Sort class names as timm does: numbers by value, and ignoring case. None if two names are
+    equal by this rule, because timm then leaves their order to chance.
+    """
+    keys = {name: tuple(natural_key(name)) for name in names}
+    return sorted(names, key=keys.__getitem__) if len({*keys.values()}) == len(names) else None
+
+
+def _doubt(names: list[str] | None, target_names: list[str], may_be_sorted: bool) -> str:
+    """Return the reason why the outputs of a head may belong to other classes than those of the
+    data; an empty text if there is no doubt.
+
+    `names`: class names in the file. `may_be_sorted`: the head has an output for each class, and
+    the program that wrote the file may have sorted the classes by another rule.
+    """
+    if names is not None and names != target_names:
+        difference = class_difference(names, target_names)
+        return f"its classes are not those of the data ({difference})"
+    natural = natural_order(target_names)
+    # A dataset such as CIFAR-10 has an order of its own, which every program uses.
+    is_own_order = target_names != sorted(target_names)
+    if names is not None or not may_be_sorted or is_own_order or natural == target_names:
+        return ""
+    return (
+        "it does not name its classes, whose order may be that of this project "
+        f"({first(target_names, 3)}) or that of timm ({first(natural or [], 3)})"
+    )
+
+
+def _check_finite(path: Path, loaded: dict[str, Tensor], parameters: set[str]) -> None:
+    """Raise ValueError if a tensor that the model takes from a file is NaN, or one of its
+    `parameters` is infinite. A buffer, such as a mask of attention, may be infinite.
+    """
+    bad = [
+        name
+        for name, tensor in loaded.items()
+        if tensor.isnan().any() or (name in parameters and tensor.isinf().any())
+    ]
+    if bad:
+        raise ValueError(
+            f"model.weights={path}: {plural(len(bad), 'tensor')} with values that are NaN or "
+            f"infinite: {first(bad, 3)}; give a checkpoint from before the training diverged"
+        )
+
+
+def _problem(name: str, tensors: dict[str, Tensor], own: dict[str, Tensor]) -> str:
+    """Describe why a weights file has no suitable value for the model tensor `name`. Return an
+    empty text if the file has one.
+    """
+    if name not in tensors:
+        return f"{name} is not in the file"
+    in_file, in_model = list(tensors[name].shape), list(own[name].shape)
+    is_equal = in_file == in_model
+    return "" if is_equal else f"{name} is {in_file} in the file and {in_model} in the model"
+
+
+def preprocessing_of(path: Path) -> dict[str, Any]:
+    """Read the preprocessing of images, such as mean and std, from a checkpoint of this project.
+
+    Returns an empty dictionary for any other file.
+    """
+    try:
+        # Map the file into memory, so that only small entries are read and no tensors.
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Ignore errors here, because load_weights reports a file that cannot be read.
+    except Exception:
+        return {}
+    return dict(contents.get("preprocessing", {})) if isinstance(contents, dict) else {}

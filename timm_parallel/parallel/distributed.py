@@ -6,7 +6,6 @@ All-reduces average the gradients over the ranks during the backward pass.
 from __future__ import annotations
 
 import inspect
-import re
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -75,9 +74,7 @@ class Distributed(Strategy):
 
 
 class TimedDistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that measures the time of its communication, and whose error about
-    missing gradients names the parameters.
-    """
+    """DistributedDataParallel that measures the time of its communication."""
 
     # Seconds that the broadcasts of buffers took before forward passes. torch's reducer counts them
     # as computing.
@@ -88,24 +85,6 @@ class TimedDistributedDataParallel(DistributedDataParallel):
         # Time only every tenth step on a GPU, because timing a step waits for the previous step.
         self.steps_per_sample = 1 if self.device_type == "cpu" else 10
         self._set_ddp_runtime_logging_sample_rate(self.steps_per_sample)  # type: ignore[operator]
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the forward pass.
-
-        If the reducer reports that parameters got no gradient in the last step, the error also
-        gives the names of these parameters.
-        """
-        try:
-            return super().forward(*inputs, **kwargs)
-        except RuntimeError as error:
-            names = unused_parameters(str(error), self.module)
-            if not names:
-                raise
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise RuntimeError(
-                f"no gradient reached {shown}: the loss does not depend on them. Set "
-                "parallel.find_unused_parameters=true, or freeze or remove them"
-            ) from error
 
     def _sync_buffers(self) -> None:
         start = time.perf_counter()
@@ -173,25 +152,6 @@ class DdpCommunication(Communication):
         # Count the gradients once per optimizer step, because only the last batch of an accumulated
         # step is reduced. Gradients of the other batches add up locally.
         return sum(parameter.nbytes for parameter in trained)
-
-
-def unused_parameters(message: str, module: nn.Module) -> list[str]:
-    """Extract the names of parameters without gradient from an error message of torch.
-
-    Returns an empty list for any other message.
-    """
-    match = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", message)
-    if match is None:
-        return []
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return [_short(trained[int(number)]) for number in match.group(1).split()]
-
-
-def _short(name: str) -> str:
-    """Return the name of a parameter of a training step without the wrappers of its network."""
-    network, _, inside = name.removeprefix("networks.").partition(".")
-    inside = inside.removeprefix("model.")
-    return inside if network == "model" else f"{network}.{inside}"
 
 
 def has_only_batch_norm_buffers(model: nn.Module) -> bool:

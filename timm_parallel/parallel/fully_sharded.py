@@ -9,9 +9,9 @@ to evaluate still takes part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -111,12 +111,13 @@ class LockstepNetworks(Networks):
     """
 
     def __init__(self, networks: Networks, group: ProcessGroup, device: torch.device) -> None:
-        super().__init__({name: _Member(network) for name, network in networks.items()})
+        super().__init__(
+            {
+                name: _Member(network, partial(self._take_turns, name))
+                for name, network in networks.items()
+            }
+        )
         self._group, self._device = group, device
-        for name, member in self.items():
-            assert isinstance(member, _Member)
-            # Hide the reference from torch, which would take it for a child.
-            member.run = lambda inputs, name=name: self._take_turns(name, inputs)
 
     def finish(self) -> None:
         """Take part in the forward passes of the other ranks until all of them have finished. Then
@@ -174,11 +175,10 @@ class LockstepNetworks(Networks):
 class _Member(nn.Module):
     """A network whose forward pass waits for the other ranks."""
 
-    run: Any
-
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, run: Callable[[tuple[Any, ...]], Any]) -> None:
+        """`run`: function that calls the network with inputs, when the other ranks do so too."""
         super().__init__()
-        self.network = network
+        self.network, self.run = network, run
 
     def forward(self, *inputs: Any) -> Any:
         return self.run(inputs)

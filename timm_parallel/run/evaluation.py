@@ -20,7 +20,6 @@ from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.faults.liveness import COUNTING, EVALUATING, liveness
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.text import for_terminal
-from timm_parallel.metric import Metric
 from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import Networks
@@ -34,7 +33,6 @@ def evaluate(
     task: Task[Any],
     group: ProcessGroup,
     *,
-    metrics: Mapping[str, Metric] | None = None,
     should_stop: Callable[[], bool] | None = None,
     batches: Any = None,
     keep_rows: bool = False,
@@ -50,9 +48,11 @@ def evaluate(
     the samples to keep, as `Task.rows` does.
     """
     networks.eval()
-    device, metrics = loader.prefetcher.device, metrics or task.metrics
+    device = loader.prefetcher.device
     used = {
-        name: metric for name, metric in metrics.items() if task.num_outputs >= metric.min_outputs
+        name: metric
+        for name, metric in task.metrics.items()
+        if task.num_outputs >= metric.min_outputs
     }
     functions = dict.fromkeys(metric.sums for metric in used.values() if metric.sums is not None)
     keep_rows = (
@@ -97,7 +97,7 @@ def evaluate(
     all_rows = _gather_rows(rows, loader, device, group) if keep_rows else None
     all_kept = None if keep is None else _gather_rows(kept, loader, device, group)[1:]
     # A metric that needs more outputs than the task has keeps the value None.
-    numbers: dict[str, float | None] = dict.fromkeys(metrics)
+    numbers: dict[str, float | None] = dict.fromkeys(task.metrics)
     for name, metric in used.items():
         if metric.from_rows is not None:
             assert all_rows is not None

@@ -54,7 +54,6 @@ NO_TORCH_AT_THE_TOP = (
     "timm_parallel/entry.py",
     "timm_parallel/data/csv_listing.py",
     "timm_parallel/data/folder.py",
-    "timm_parallel/data/tar_index.py",
     "timm_parallel/data/file_list.py",
     "timm_parallel/errors.py",
     "timm_parallel/keys.py",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,12 @@ import torch
 from torch import nn
 
 from src.schema import COMPILE_MODES
+from src.train.build import compile_network
 from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.checks import compile_model
 from timm_parallel.run import checkpoint
 from timm_parallel.testing.ranks import in_ranks
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 COMMON = (
     "data.batch_size=8",
     "model.kwargs.depth=1",
@@ -98,55 +95,12 @@ def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.Monke
         return model
 
     monkeypatch.setattr(torch, "compile", record)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
     model = nn.Linear(2, 2)
-    assert compile_model(model, False, CUDA) is model and given == []
+    assert compile_network(model, False) is model and given == []
     for mode in ("true", *COMPILE_MODES):
-        compile_model(model, resolved(f"model.compile={mode}").model.compile, CUDA)
+        compile_network(model, resolved(f"model.compile={mode}").model.compile)
     assert given == [{"mode": None}, *({"mode": mode} for mode in COMPILE_MODES)]
 
 
 def test_torch_compile_supports_every_value_of_model_compile() -> None:
     assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())
-
-
-def test_compile_is_refused_on_cpu_without_a_compiler() -> None:
-    from torch._inductor import config as inductor
-
-    # Do not use monkeypatch here. It would delete the option when it restores the old value, and
-    # later tests would not find the option.
-    with (
-        inductor.patch({"cpp.cxx": ("no_such_compiler",)}),
-        pytest.raises(
-            ValueError,
-            match=r"^model\.compile=max-autotune: needs a C\+\+ compiler .* install g\+\+",
-        ),
-    ):
-        compile_model(nn.Linear(2, 2), "max-autotune", CPU)
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(
-    ("variable", "present", "is_refused"),
-    [
-        (None, (), True),
-        (None, ("gcc",), False),
-        (None, ("clang",), False),
-        ("icx", ("gcc",), True),
-        ("icx", ("icx",), False),
-    ],
-)
-def test_compile_is_refused_on_a_gpu_without_a_c_compiler(
-    variable: str | None,
-    present: tuple[str, ...],
-    is_refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("CC", variable)
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in present else None)
-    with (
-        pytest.raises(ValueError, match=r"^model\.compile=true: ") if is_refused else nullcontext()
-    ):
-        assert isinstance(compile_model(nn.Linear(2, 2), True, CUDA), nn.Module)

@@ -9,25 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.calibration import calibration_curve
 from torch import Tensor, nn
 from torch.nn import functional
 
 from src.commands.evaluate import table_of
 from src.tasks.classification import (
     Classification,
-    calibration_error,
     confusion,
-    count_by_confidence,
 )
 from src.tasks.images import ImageTask
 from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_of
-from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
 from timm_parallel.data.on_device import DevicePrefetcher
@@ -191,13 +184,13 @@ def value_of_rows(ranks: Ranks, store: Any) -> list[float | None]:
     values = []
     for num_samples, unreadable in ROWS:
         data = Damaged(split(num_samples, 4), unreadable)
-        loader = loader_of(data, task_of(4), strategy, on_error="skip")
-        metrics = {
+        task = task_of(4)
+        loader = loader_of(data, task, strategy, on_error="skip")
+        task.metrics = {
             "acc": Classification.metrics["acc"],
             "by_row": Metric(from_rows=weighted_by_row),
         }
-        networks = Networks({"model": model(4)})
-        actual = evaluate(networks, loader, task_of(4), strategy.group, metrics=metrics)
+        actual = evaluate(Networks({"model": model(4)}), loader, task, strategy.group)
         assert actual is not None and actual.samples == num_samples - len(unreadable)
         values.append(actual.numbers["by_row"])
     strategy.group.close()
@@ -270,23 +263,6 @@ def test_predictions_on_the_console_have_no_control_characters(
     write_predictions(written, form, None)
     shown = capsys.readouterr().out
     assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 200), st.integers(2, 6), st.integers(0, 99))
-def test_calibration_error_equals_the_error_from_scikit_learn_calibration_curve(
-    images: int, classes: int, seed: int
-) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.randn(images, classes, generator=draw) * 3
-    labels = torch.randint(classes, (images,), generator=draw)
-    batch = Batch({"image": scores, "target": labels})
-    sums = count_by_confidence(task_of(classes), scores, batch)
-    confidence, predicted = scores.softmax(1).max(1)
-    share, mean = calibration_curve(predicted == labels, confidence, n_bins=15)
-    counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
-    expected = (np.abs(share - mean) * counts[counts > 0]).sum() / images
-    assert calibration_error(sums, images) == pytest.approx(expected, abs=1e-6)
 
 
 def test_prediction_table_of_a_single_label_task_has_the_five_most_probable_classes() -> None:

@@ -23,9 +23,8 @@ from src.data.transforms import CropAndFlip, OnImage
 from src.schema import AugmentConfig
 from tests.template.runs import cpu_loader
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
-from timm_parallel.data.decode import Files, TarSplit
+from timm_parallel.data.decode import Files, MaskFiles
 from timm_parallel.data.loader import BatchFetcher, num_workers
-from timm_parallel.data.masks import MaskFiles
 from timm_parallel.data.on_device import BatchMemory, DevicePrefetcher, Erasing
 from timm_parallel.data.samplers import IndexBatch, TrainSampler
 from timm_parallel.errors import UnsentBatchError
@@ -346,9 +345,6 @@ def test_fields_of_unequal_sizes_reach_the_device_as_lists(workers: int) -> None
 
 def listed_files(labels: str, count: int) -> Split:
     """Build a split of `count` files that do not exist, with labels of the given kind."""
-    if labels == "tar":
-        members = [(0, 512 * n, 99, str(n % 7)) for n in range(count)]
-        return TarSplit([Path("a.tar")], members, [*"0123456"])
     label_of: Callable[[int], Any] = {
         "class": lambda n: n % 1000,
         "numbers": lambda n: (n / 3, float(n)),
@@ -368,14 +364,13 @@ def grown_memory(pipe: Connection, split: Any) -> None:
     gc.freeze()
     before = copied()
     for index in range(len(split)):
-        # No file exists, so look up what a split looks up before it opens a file.
-        _ = split.offset[index] if isinstance(split, TarSplit) else split.files.read(index)
+        split.files.read(index)
     pipe.send((copied() - before) / 1024)
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("labels", ["class", "numbers", "mask", "tar"])
+@pytest.mark.parametrize("labels", ["class", "numbers", "mask"])
 def test_worker_does_not_copy_the_list_of_files_when_it_reads_it(labels: str) -> None:
     split = listed_files(labels, 60_000)
     ours, theirs = multiprocessing.Pipe()

@@ -12,16 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from omegaconf import OmegaConf
-from torch import Tensor, nn
 
 from scripts.install import main as install
 from scripts.install import settings_for_uv
 from src.schema import AugmentConfig, Config
-from tests.template.runs import ROOT, resolved, run_python, task_of
-from timm_parallel.batch import Batch
+from tests.template.runs import ROOT, resolved, run_python
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
@@ -30,16 +27,12 @@ from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
-from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.distributed import unused_parameters
-from timm_parallel.parallel.networks import Networks, PhaseStep
-from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import print_config
 from timm_parallel.record.result import Jobs
 from timm_parallel.run.run_result import speed_without_wait
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
-from timm_parallel.testing.ranks import RANK_VARIABLES, in_ranks
+from timm_parallel.testing.ranks import RANK_VARIABLES
 
 
 def test_install_passes_pip_settings_to_uv_as_environment_variables() -> None:
@@ -201,42 +194,6 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
 def test_error_for_old_torch_launcher_suggests_torchrun(refuse: Refuse, word: str) -> None:
     assert "torchrun --nproc-per-node N train.py parallel=ddp" in refuse(word, "parallel=ddp")
-
-
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.used(images)  # type: ignore[no-any-return]
-
-
-def two_steps(ranks: Ranks, store: Any, find: bool) -> str:
-    finds = f"parallel.find_unused_parameters={'true' if find else 'null'}"
-    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu", finds)
-    strategy = build_strategy(config, ranks, store)
-    task = task_of(2)
-    wrapped = strategy.wrap(PhaseStep(task, Networks(task.networks(HalfUsed())), "train"))
-    sample = Batch({"image": torch.ones(2, 4), "target": torch.tensor([0, 1])})
-    try:
-        for _ in range(2):
-            wrapped(sample)[0].mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        strategy.group.close()
-    return "trained"
-
-
-@pytest.mark.slow(seconds=1)
-def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() -> None:
-    for message in in_ranks(two_steps, 2, False):
-        assert message.startswith("no gradient reached idle.weight, idle.bias:")
-        assert "parallel.find_unused_parameters=true" in message
-        assert "\n" not in message
-    assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
-    assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
 
 
 @pytest.mark.parametrize(

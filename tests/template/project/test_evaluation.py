@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 import evaluate as entry
 from src.commands.evaluate import evaluate_config
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, predict
+from src.commands.predict import predict
 from src.data.transforms import OnImage
 from src.schema import ModelConfig
 from src.tasks.classification import Classification
@@ -118,8 +118,7 @@ def test_bce_evaluation_and_prediction_ignore_outputs_beyond_the_classes_of_the_
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-5)
     photos.mkdir()
     Image.fromarray(data.images[0][0].numpy()).save(photos / "digit.png")
-    request = PredictionRequest(run, photos, None, None, 10, 1, 0)
-    (actual,) = predict(request, cpu_strategy()).values()
+    (actual,) = predict(run, photos, cpu_strategy(), topk=10, workers=0).values()
     assert actual is not None
     shares = [actual[f"probability_{place}"] for place in range(1, 11)]
     assert shares == pytest.approx(sorted(odds[0].tolist(), reverse=True), rel=1e-4)

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 import evaluate as entry
 from scripts import export as export_script
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, predict
+from src.commands.predict import predict
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.models.preprocessing import preprocessing_for
 from src.schema import AugmentConfig, DataConfig
@@ -181,8 +181,7 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert losses[0] == pytest.approx(result.val["loss"], rel=1e-6)
     # Another crop mode shows the model other pixels.
     assert len(set(losses)) == 3
-    request = PredictionRequest(run, images / "val", "last", None, 2, 4, 0)
-    predictions = predict(request, cpu_strategy())
+    predictions = predict(run, images / "val", cpu_strategy(), checkpoint="last", workers=0)
     right = [
         values["class_1"] == Path(path).parent.name
         for path, values in predictions.items()

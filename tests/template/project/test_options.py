@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from PIL import Image
 
 import timm_parallel.entry
 from src.app import app
+from tests.template.library.test_timm_data import write_mnist
 from tests.template.runs import draw_images
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
@@ -81,12 +81,9 @@ def run_command(
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write eight images per class, also as tars and as a CSV."""
+    """Write eight images per class, also as a CSV."""
     root = tmp_path_factory.mktemp("images")
     draw_images(root, "train/a", "train/b", "val/a", "val/b", count=8, size=24)
-    for split in ("train", "val"):
-        with tarfile.open(root / f"{split}.tar", "w") as archive:
-            archive.add(root / split, arcname=".")
     files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*/*"))
     lines = ["file,label", *(f"{file},{file.split('/')[1]}" for file in files)]
     (root / "labels.csv").write_text("\n".join(lines) + "\n")
@@ -163,7 +160,8 @@ def words_for(group: str, option: str, images: Path, scratch: Path) -> list[str]
     elif (group, option) == ("data", "folder"):
         words += [*in_files, "data.image_size=32"]
     elif (group, option) == ("data", "timm"):
-        words += [*in_files, "data.image_size=32", "data.name=tar"]
+        write_mnist(scratch, 24)
+        words += [f"data.root={scratch}", *in_files[1:], "data.name=torch/mnist"]
     elif (group, option) in (("data", "csv"), ("train", "multilabel")):
         words += ["data=csv", *in_files, "data.image_size=32", "data.val_fraction=0.4"]
     elif group != "data":

@@ -20,7 +20,7 @@ from scripts import export as export_script
 from scripts import predict as predict_script
 from src.commands import export
 from src.commands.load import load_trained
-from src.commands.predict import PredictionRequest, Predictions, predict
+from src.commands.predict import Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
 from src.tasks.images import find_task
@@ -51,19 +51,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
-    defaults: dict[str, Any] = {
-        "checkpoint": None,
-        "weights": None,
-        "topk": 3,
-        "batch_size": 32,
-        "workers": 0,
-    }
-    return PredictionRequest(run=run, images=images, **(defaults | more))
-
-
-def predicted(ranks: Ranks, store: Any, what: PredictionRequest, parallel: str) -> Predictions:
-    return predict(what, cpu_strategy(parallel, max(2, ranks.world_size), ranks, store))
+def predicted(
+    ranks: Ranks | None,
+    store: Any,
+    run: Path,
+    images: Path,
+    parallel: str = "single",
+    topk: int = 3,
+) -> Predictions:
+    devices = 1 if parallel == "single" else 2
+    strategy = cpu_strategy(parallel, devices, ranks, store)
+    return predict(run, images, strategy, topk=topk, workers=0)
 
 
 def shares_of(values: dict[str, Any]) -> list[float]:
@@ -74,7 +72,7 @@ def test_predict_reaches_test_accuracy_of_run_and_lists_unreadable_images(
     finished_run: Finished, digits: Path
 ) -> None:
     """topk exceeds the number of classes, so the table has all classes."""
-    actual = predict(wanted(finished_run.folder, digits, topk=99), cpu_strategy())
+    actual = predicted(None, None, finished_run.folder, digits, topk=99)
     assert [Path(path).name for path, values in actual.items() if values is None] == ["torn.png"]
     assert list(actual) == sorted(str(path) for path in digits.rglob("*.png"))
     read = {path: values for path, values in actual.items() if values is not None}
@@ -94,10 +92,10 @@ def test_predict_states_which_files_are_no_images(
     for name in ("a.heic", "b.heic", "c\x1b.raw", "no_suffix"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"no image.*\.heic \(2\)"):
-        predict(wanted(finished_run.folder, tmp_path), cpu_strategy())
+        predicted(None, None, finished_run.folder, tmp_path)
     Image.new("L", (8, 8)).save(tmp_path / "d.png")
     (tmp_path / ".cache").mkdir()
-    predict(wanted(finished_run.folder, tmp_path), cpu_strategy())
+    predicted(None, None, finished_run.folder, tmp_path)
     err = capsys.readouterr().err
     for shown in (".heic (2)", ".raw (1)", "no suffix (1)", "folder .cache (1)"):
         assert shown in err
@@ -133,9 +131,8 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
-    what = wanted(finished_run.folder, digits)
-    alone = predict(what, cpu_strategy())
-    for actual in in_ranks(predicted, world, what, parallel):
+    alone = predicted(None, None, finished_run.folder, digits)
+    for actual in in_ranks(predicted, world, finished_run.folder, digits, parallel):
         assert list(actual) == list(alone)
         for one, other in zip(actual.values(), alone.values(), strict=True):
             assert (one is None) == (other is None)
@@ -204,14 +201,9 @@ def test_predict_and_export_scripts_refuse_bad_arguments_in_one_line(
 def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
     finished_run: Finished, tmp_path: Path
 ) -> None:
-    """Load the model as a user would, from the folder or from one of the two exported files."""
     assert export_script.main([f"run={finished_run.folder}", f"output={tmp_path}"]) == 0
     config = json.loads((tmp_path / "config.json").read_text())
-    path = str(tmp_path / "model.safetensors")
-    models = (
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True),
-        timm.create_model(config["architecture"], checkpoint_path=path, **config["model_args"]),
-    )
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert config["label_names"] == [*"0123456789"]
     data = config["pretrained_cfg"]
     test = build_dataset(DataConfig(name="digits")).test
@@ -219,10 +211,9 @@ def test_exported_model_loaded_by_timm_reaches_test_accuracy_of_the_run(
     images = test.images.float().div(255).sub(data["mean"][0]).div(data["std"][0])
     assert images.shape[1:] == tuple(data["input_size"])
     expected = pytest.approx(finished_run.result["test"]["acc"], abs=1e-6)
-    for model in models:
-        with torch.inference_mode():
-            right = model.eval()(images).argmax(1) == test.labels
-        assert right.float().mean().item() == expected
+    with torch.inference_mode():
+        right = model.eval()(images).argmax(1) == test.labels
+    assert right.float().mean().item() == expected
 
 
 def test_exported_config_omits_tag_and_license_of_timm_weights_and_names_the_base_model(
@@ -246,20 +237,6 @@ def test_exported_config_omits_tag_and_license_of_timm_weights_and_names_the_bas
     assert header["library_name"] == "timm"
     test = finished_run.result["test"]
     assert f"| test | acc | {test['acc']:.4f} | {test['samples']} |" in card
-
-
-@pytest.mark.slow(seconds=3)
-def test_torch_export_program_matches_the_model_for_any_batch_size(
-    finished_run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"run={finished_run.folder}", f"output={tmp_path}", "format=torch_export"]
-    assert export_script.main(words) == 0
-    assert "timm" not in capsys.readouterr().out
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    model = load_trained(finished_run.folder, None, None, CPU).model
-    for batch in (1, 5):
-        images = torch.randn(batch, 1, 32, 32)
-        torch.testing.assert_close(program(images), model(images), atol=1e-5, rtol=1e-4)
 
 
 def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
