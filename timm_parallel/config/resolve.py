@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from timm_parallel.app import as_resolved
 from timm_parallel.config.validate import fill_in, refuse
-from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
 from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import WINDOWS
@@ -217,12 +216,11 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             )
         here = f"parallel.devices={local}: {cuda} CUDA device{'s' * (cuda != 1)} here"
         if local > cuda and not parallel.has_ranks:
-            yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
+            yield f"{here}, and {parallel.strategy} needs one per replica"
         if local > cuda and parallel.backend != "gloo":
-            yield Problem(
+            yield (
                 f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, "
-                "for a trial)",
-                TOO_FEW_DEVICES,
+                "for a trial)"
             )
         if parallel.shards and parallel.backend == "gloo":
             yield (
@@ -274,19 +272,17 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
         config.global_batch,
     )
     if batch < devices:
-        yield Problem(
+        yield (
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
-            f"{devices}",
-            BATCH_TOO_SMALL,
+            f"{devices}"
         )
     # Only strategies with ranks need equal batches. The chunks of dp may differ in size, and
     # result.json records their sizes.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        yield Problem(
+        yield (
             f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: "
-            f"{below}, {above}",
-            BATCH_NOT_DIVISIBLE,
+            f"{below}, {above}"
         )
     if config.data.pairs_images and (batch // devices if has_ranks else batch) % 2:
         yield (

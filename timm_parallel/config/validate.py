@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from timm_parallel.app import current
 from timm_parallel.config.explain import type_text
 from timm_parallel.config.suggest import hint, timm_models, timm_optimizers, timm_tags
-from timm_parallel.errors import ONE_PROCESS, Problem, RefusedError
+from timm_parallel.errors import RefusedError
 from timm_parallel.keys import (
     STRATEGIES,
     TRACKERS,
@@ -59,10 +59,9 @@ def cluster_rules(config: Config) -> Iterator[str]:
     """
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
-        yield Problem(
+        yield (
             f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; "
-            "use parallel=auto",
-            ONE_PROCESS,
+            "use parallel=auto"
         )
     if cluster.scheduler == "local":
         return

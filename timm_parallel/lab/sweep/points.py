@@ -155,8 +155,6 @@ class Point:
     config: Config
     # The reason why the configuration cannot run on this machine. Empty if it can.
     reason: str = ""
-    # Identifier of the reason why the configuration cannot run, for programs. Empty if it has none.
-    code: str = ""
     # Notes on values that `auto` chose and that may surprise the user.
     notices: list[str] = field(default_factory=list)
 
@@ -246,7 +244,7 @@ def settle(point: Point) -> None:
         config, point.config = point.config, resolve(point.config)
         point.notices = notices(config, point.config)
     except ValueError as error:
-        point.reason, point.code = hide(str(error)), getattr(error, "code", "")
+        point.reason = hide(str(error))
 
 
 def make_point(
@@ -292,7 +290,7 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
     that cannot run on this machine is only marked as skipped.
     """
     if point.reason:
-        job.status, job.reason, job.code = "skipped", point.reason, point.code
+        job.status, job.reason = "skipped", point.reason
         return
     claim_job_folder(folder, job)
     target = config_folder(folder, job)
