@@ -16,25 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from timm_parallel.faults.failure import cause_is_known, failure_file, record_of, write_failure
 from timm_parallel.faults.liveness import PHASES, liveness
-from timm_parallel.machine.ranks import Ranks, host_name, machine_id
+from timm_parallel.machine.ranks import Ranks, host_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 # Value of `exception` in the failure record of a lost node, in place of an exception's name.
 NODE_LOST = "NodeLost"
-# The constants below are in seconds. This one is the time between two heartbeats.
+# Seconds between two heartbeats. A silence is counted in heartbeats of this rank, which stop while
+# the process is suspended (Ctrl-Z, scontrol suspend), and not by a clock.
 TICK = 1.0
-# Time without a heartbeat after which a node counts as dead, stopped, or cut off.
-NODE_SILENT = 7.0
-# Time that replaces NODE_SILENT before the first step, because importing torch from a slow disk
-# blocks all threads.
-START_SILENT = 60.0
-# Time without a heartbeat after which a rank counts as exited.
-LEFT = 3.0
-# Time to wait for the cause of a lost connection.
-CAUSE = 5.0
-# Time for the key-value store to accept a failure record, and for the heartbeat thread to end.
+# Heartbeats after which a node that sends none counts as dead, stopped, or cut off.
+NODE_SILENT = 7
+# Heartbeats that replace NODE_SILENT before the first step, because importing torch from a slow
+# disk blocks all threads.
+START_SILENT = 60
+# Heartbeats after which a rank that sends none counts as exited.
+LEFT = 3
+# Seconds to wait for the cause of a lost connection. A silent node is found earlier.
+CAUSE = 10.0
+# Seconds for the key-value store to accept a failure record, and for the heartbeat thread to end.
 PUBLISH = 2.0
 
 
@@ -50,8 +51,6 @@ class Heartbeat:
     step: int = 0
     phase: int = 0
     ticks: int = 0
-    # Id of the machine on which the pid is valid, from machine_id().
-    machine: str = ""
     node: int = 0
 
     @property
@@ -87,12 +86,10 @@ class Heartbeats:
     gone: bool = False
     # True if this rank has failed and is about to exit.
     is_leaving: bool = False
-    answered_at: float = field(default_factory=time.monotonic)
-    # Node -> newest heartbeat of its first rank, and the time when its counter of heartbeats
-    # (`ticks`) last changed.
-    _nodes: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)
-    # Rank -> its number of heartbeats (`ticks`), and the time when this number last changed.
-    _ticks: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # Seconds without an answer of the key-value store, which the watchdog counts.
+    unanswered: float = 0.0
+    # Rank -> its newest heartbeat, and the number of heartbeats of this rank when it changed.
+    _seen: dict[int, tuple[Heartbeat, int]] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -117,7 +114,6 @@ class Heartbeats:
             liveness.step,
             liveness.phase,
             self.ticks,
-            machine_id(),
             self.ranks.node,
         )
 
@@ -136,20 +132,18 @@ class Heartbeats:
 
     def peer_has_left(self) -> bool:
         """Return True if another rank has failed or exited. A rank counts as exited if its
-        heartbeat does not change for LEFT seconds, over repeated calls of this method.
+        heartbeat does not change during LEFT heartbeats of this rank, over repeated calls of this
+        method.
         """
         if self.store is None or self.failed or self.gone:
             return self.failed or self.gone
-        now = time.monotonic()
         try:
-            for heartbeat in self.all():
-                if self._ticks.get(heartbeat.rank, (-1, now))[0] != heartbeat.ticks:
-                    self._ticks[heartbeat.rank] = (heartbeat.ticks, now)
+            self._look()
         # The key-value store has closed, so the launcher of node 0, which hosts the store, has
         # ended.
         except RuntimeError:
             return True
-        return any(now - moved_at > LEFT for _, moved_at in self._ticks.values())
+        return any(self.ticks - tick > LEFT for _, tick in dict(self._seen).values())
 
     def silent_node(self) -> Heartbeat | None:
         """Return the last heartbeat of a node that has sent none for too long. Return None if there
@@ -157,44 +151,37 @@ class Heartbeats:
         """
         if self.ranks.nodes == 1:
             return None
-        now, nodes = time.monotonic(), dict(self._nodes)
-        store_silence = now - self.answered_at
+        # Node -> newest heartbeat of its first rank. A rank without a host has not started yet, and
+        # parallel.start_timeout limits its start.
+        nodes: dict[int, tuple[Heartbeat, int]] = {}
+        for heartbeat, tick in dict(self._seen).values():
+            if heartbeat.host:
+                nodes.setdefault(heartbeat.node, (heartbeat, tick))
         # Node 0 counts as silent if the key-value store does not respond, because the store is on
         # node 0.
-        if self.ranks.node > 0 and (self.gone or store_silence > NODE_SILENT):
-            return nodes[0][0] if 0 in nodes else Heartbeat(0, node=0)
+        if self.ranks.node > 0 and (self.gone or self.unanswered > NODE_SILENT):
+            return nodes[0][0] if 0 in nodes else Heartbeat(0)
         # Do not count another node as silent while the key-value store responds late, because
         # heartbeats of all nodes then arrive late.
-        if store_silence > NODE_SILENT / 3:
+        if self.unanswered > NODE_SILENT / 3:
             return None
-        for heartbeat, moved_at in nodes.values():
+        for heartbeat, tick in nodes.values():
             # Use the shorter limit once this rank has done a step. Every rank has then done a step,
-            # because a step sums the gradients of all ranks.
-            limit = NODE_SILENT if heartbeat.step or liveness.steps_done else START_SILENT
-            if now - moved_at > limit:
+            # because a step sums the gradients of all ranks. A rank that has lost a connection uses
+            # it too.
+            has_trained = heartbeat.step or liveness.steps_done or self.is_leaving
+            if self.ticks - tick > (NODE_SILENT if has_trained else START_SILENT):
                 return heartbeat
         return None
 
     def wait_for_cause(self) -> None:
-        """Wait after a lost connection until another rank has recorded its failure. If there is no
-        such record after CAUSE seconds, record that a silent node is lost.
+        """Wait after a lost connection, at most CAUSE seconds, until another rank has recorded its
+        failure. Meanwhile the watchdog ends this process if a node is silent.
         """
         self.is_leaving = True
         deadline = time.monotonic() + CAUSE
-        while self.ranks.is_first_of_node and not self.gone and not cause_is_known(self.folder):
-            now = time.monotonic()
-            if now > deadline:
-                lost = [
-                    last
-                    for last, moved_at in dict(self._nodes).values()
-                    if now - moved_at > CAUSE / 2
-                ]
-                if lost:
-                    reason = (
-                        f"{lost[0].node_and_rank} exited without a record; it was killed, or its "
-                        "node died"
-                    )
-                    write_failure(self.folder, self.record_of(lost[0], reason, NODE_LOST))
+        while self.ranks.is_first_of_node and not self.gone and time.monotonic() < deadline:
+            if cause_is_known(self.folder):
                 return
             time.sleep(TICK / 4)
 
@@ -212,14 +199,6 @@ class Heartbeats:
             exception=exception,
         )
 
-    def forgive(self, seconds: float) -> None:
-        """Move the times at which other nodes were last heard forward by the seconds for which this
-        process was suspended, so that the pause does not make these nodes count as silent.
-        """
-        self.answered_at += seconds
-        for node, (heartbeat, moved_at) in dict(self._nodes).items():
-            self._nodes[node] = heartbeat, moved_at + seconds
-
     def _run(self) -> None:
         while not self._over.is_set():
             self.ticks += 1
@@ -228,19 +207,16 @@ class Heartbeats:
             except RuntimeError:
                 self.gone = True
                 return
-            self.answered_at = time.monotonic()
+            self.unanswered = 0.0
             self._over.wait(TICK)
 
     def _exchange(self) -> None:
         store, ranks = self.store, self.ranks
         assert store is not None
-        message = json.dumps(asdict(self.mine()))
-        store.set(f"watchdog/{ranks.rank}", message)
+        store.set(f"watchdog/{ranks.rank}", json.dumps(asdict(self.mine())))
         self.alarm = store.check(["watchdog/alarm"])
         if ranks.nodes > 1 and ranks.is_first_of_node:
-            store.set(f"node/{ranks.node}", message)
-            for node in set(range(ranks.nodes)) - {ranks.node}:
-                self._read_node(node, store)
+            self._look()
         if store.check(["failed"]):
             # Set `failed` before the records are written, because writing fails on a full disk.
             self.failed = True
@@ -248,13 +224,12 @@ class Heartbeats:
                 fetch_failures(store, self.folder, ranks.world_size)
             self.lost = store.check(["lost"])
 
-    def _read_node(self, node: int, store: Store) -> None:
-        # Skip a node that has not started yet. parallel.start_timeout limits its start.
-        if not store.check([f"node/{node}"]):
-            return
-        heartbeat = Heartbeat(**json.loads(store.get(f"node/{node}")))
-        if node not in self._nodes or heartbeat.ticks != self._nodes[node][0].ticks:
-            self._nodes[node] = heartbeat, time.monotonic()
+    def _look(self) -> None:
+        """Read the heartbeats of all ranks, and note which have changed."""
+        for heartbeat in self.all():
+            last = self._seen.get(heartbeat.rank)
+            if last is None or last[0].ticks != heartbeat.ticks:
+                self._seen[heartbeat.rank] = heartbeat, self.ticks
 
 
 def publish_failure(store: Store, record: dict[str, Any]) -> None:

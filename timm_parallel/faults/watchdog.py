@@ -36,9 +36,7 @@ from timm_parallel.machine.signals import exit_at_once
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The constants below are in seconds. If a check comes this late, the whole process was suspended
-# (Ctrl-Z, scontrol suspend), and the main thread is not stuck.
-SUSPENDED = 10.0
+# The constants below are in seconds.
 # Time for the other ranks to publish their progress.
 COMPARE = 3.0
 # Time to wait until the rank that records the failure has written its record.
@@ -91,19 +89,15 @@ class Watchdog:
         return self.config.timeout if liveness.steps_done else self.config.start_timeout
 
     def _watch(self) -> None:
-        ticks, moved_at, checked_at = -1, time.monotonic(), time.monotonic()
-        leave_at = None
+        # Count checks instead of reading a clock, because a process that was suspended (Ctrl-Z,
+        # scontrol suspend) has made none. Its main thread is not stuck.
+        ticks, silent, leaving = -1, 0.0, 0.0
         while not self._over.wait(TICK):
-            now = time.monotonic()
-            if now - checked_at > SUSPENDED / 3:
-                self.heartbeats.forgive(now - checked_at)
-            if now - checked_at > SUSPENDED:
-                moved_at += now - checked_at
-            if liveness.ticks != ticks or _is_in_debugger():
-                ticks, moved_at = liveness.ticks, now
-            checked_at = now
-            if self.heartbeats.alarm or now - moved_at > self.limit:
-                self._end(now - moved_at)
+            self.heartbeats.unanswered += TICK
+            is_alive = liveness.ticks != ticks or _is_in_debugger()
+            ticks, silent = liveness.ticks, 0.0 if is_alive else silent + TICK
+            if self.heartbeats.alarm or silent > self.limit:
+                self._end(silent)
                 return
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
@@ -111,8 +105,8 @@ class Watchdog:
             # Exit if a rank of another node has failed. On one machine, torch's agent ends the
             # other ranks. A rank that has failed itself is already leaving.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
-                leave_at = leave_at or now + LEAVE
-                if now > leave_at or self.heartbeats.lost:
+                leaving += TICK
+                if leaving > LEAVE or self.heartbeats.lost:
                     self.before_exit()
                     _exit()
 
@@ -120,9 +114,7 @@ class Watchdog:
         """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
         block for minutes. `lost`: last heartbeat of the node.
         """
-        reason = (
-            f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
-        )
+        reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT} s, last seen in {lost}"
         # Exit in `finally`, because writing the log fails if the disk is full.
         try:
             self._log_stacks(reason)
@@ -166,7 +158,7 @@ class Watchdog:
             self._record(
                 failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress"
             )
-            if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
+            if failed.rank != recorder and failed.node == mine.node and failed.pid:
                 _kill(failed.pid)
             self.before_exit()
             if self.store is not None:

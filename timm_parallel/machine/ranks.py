@@ -8,8 +8,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,19 +62,6 @@ def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
             if here != there:
                 return f"{key}={here} on {first_name}, but {key}={there} on {name}"
     return ""
-
-
-@cache
-def machine_id() -> str:
-    """Return an id of this machine. Two processes with the same id can send signals to each other
-    by process id, because they have the same boot and the same pid namespace.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    # Use the host name on systems other than Linux.
-    except OSError:
-        return socket.gethostname()
 
 
 @dataclass(frozen=True)

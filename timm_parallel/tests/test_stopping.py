@@ -145,7 +145,6 @@ def test_rank_detects_that_another_rank_has_left_when_the_heartbeats_of_that_ran
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "TICK", 0.05)
-    monkeypatch.setattr(heartbeat, "LEFT", 0.4)
     store = HashStore()
     pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
     for each in pair:
