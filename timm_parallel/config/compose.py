@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import getitem
@@ -125,19 +125,21 @@ def plain_config() -> Config:
         return current().config()
 
 
-def run_in_hydra(command: Command, folder: Path, job: Callable[[Path], int]) -> int:
-    """Write `.hydra/` into the run folder, then call `job` with the folder and return its exit
-    code. With hydra.job.chdir=true, the run folder is the current folder in `job`.
+@contextlib.contextmanager
+def hydra_files(command: Command, folder: Path) -> Iterator[Path]:
+    """Write `.hydra/` into the run folder, and yield the folder. With hydra.job.chdir=true, the run
+    folder is the current folder in the `with` block.
     """
     with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
         command.tree.hydra.runtime.output_dir = str(folder.resolve())
     save_hydra_files(command.tree, folder)
     if not command.tree.hydra.job.chdir:
-        return job(folder)
+        yield folder
+        return
     folder = folder.resolve()
     with contextlib.chdir(folder):
-        return job(folder)
+        yield folder
 
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:

@@ -84,41 +84,19 @@ def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
     return None if any(_unfit_sizes(half)) else half
 
 
-def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """Build messages about chosen values that may surprise the user, for example when `auto` chose
-    fewer devices than the machine has.
+def notice(asked: Config, resolved: ResolvedConfig) -> str:
+    """Build the message that `auto` chose the CPU although this machine shows NVIDIA devices, with
+    the reason. The text is empty otherwise.
 
-    `asked`: the config before `auto` was replaced. `resolved`: the config after that. `world_size`:
-    number of ranks, if torchrun or srun started them.
+    `asked`: the config before `auto` was replaced. `resolved`: the config after that.
     """
-    if resolved.cluster.scheduler != "local":
-        return []
-    parallel, cuda, lines = resolved.parallel, len(hardware.visible_cuda_devices()), []
-    if (
-        asked.parallel.devices == "auto"
-        and asked.parallel.device_ids is None
-        and world_size is None
-        and not asked.parallel.has_one_device
-        and parallel.accelerator == "cuda"
-        and parallel.devices < cuda
-    ):
-        batch = resolved.global_batch
-        below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
-        nearest = f"nearest sizes for all of them: {f'{below}, ' if below else ''}{above}"
-        reason = f"because data.batch_size={batch} is not divisible by more"
-        lines.append(
-            f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}"
-        )
-    if asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
-        chosen = "parallel.accelerator=auto: the CPU"
-        if (problem := hardware.cuda().problem) is not None:
-            lines.append(f"{chosen}, although this machine shows NVIDIA devices: {problem}")
-        if (others := hardware.other_gpus()) is not None:
-            lines.append(
-                f"{chosen}; this torch is built for {others}, whose GPUs are neither used nor "
-                "tested"
-            )
-    return lines
+    chose_cpu = asked.parallel.accelerator == "auto" and resolved.parallel.accelerator == "cpu"
+    if not chose_cpu or resolved.cluster.scheduler != "local" or not hardware.cuda().problem:
+        return ""
+    return (
+        "parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: "
+        f"{hardware.cuda().problem}"
+    )
 
 
 def _auto_devices(config: Config, cuda: int) -> int:

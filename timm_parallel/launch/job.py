@@ -143,14 +143,6 @@ def conclude(
     return int(failure["exit_code"]) if ended.signal is None else 128 + ended.signal
 
 
-def record_interruption(config: ResolvedConfig, folder: Path, number: signal.Signals) -> None:
-    """Write result.json for a run that signal `number` stopped before its first rank started. An
-    existing result.json is kept, because it shows that the run has ended.
-    """
-    if not (folder / "result.json").exists():
-        record_end(config, folder, "interrupted", f"stopped by {number.name}")
-
-
 def _try_to_record(
     config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
 ) -> None:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from src.app import app
 from src.schema import Config, OptimConfig
 from tests.template.runs import draw_images, resolved
-from timm_parallel import keys
+from timm_parallel import entry, keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.entry import run_command
@@ -26,7 +26,6 @@ from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
-from timm_parallel.launch import job
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.ranks import NEEDED
@@ -107,7 +106,7 @@ def main(
         return code, err
 
     runner = Main(command, plain)
-    monkeypatch.setattr(job, "run_job", runner.run)
+    monkeypatch.setattr(entry, "run_job", runner.run)
     return runner
 
 
@@ -505,7 +504,7 @@ def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_s
     main: Main, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     done = main.start("day/1", status="done")
-    monkeypatch.setattr(job, "run_job", lambda config, folder: os.kill(os.getpid(), number))
+    monkeypatch.setattr(entry, "run_job", lambda config, folder: os.kill(os.getpid(), number))
     assert main(f"resume={done}")[0] == 128 + number
     assert read_result(done).status == "done", "a finished run keeps its result"
     code, err = main(*OVERRIDES, "hydra.run.dir=outputs/train/1")
