@@ -124,7 +124,7 @@ def _parse(command_line: list[str]) -> Any:
     def refuse(message: str) -> NoReturn:
         # Explain an argument that starts with a dash and is not an option of Hydra, such as
         # --lr=0.1.
-        if unknown := re.match(r"unrecognized arguments: (-\S+)", message):
+        if unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S+)", message):
             word = unknown.group(1)
             key = word.partition("=")[0].lstrip("-").replace("-", "_")
             message = f"{word}: no such option; keys have no dashes in front{key_hint(key)}"
