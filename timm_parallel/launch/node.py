@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from timm_parallel.app import find_app
 from timm_parallel.cluster.kubernetes import address_of_pod
@@ -37,13 +37,11 @@ from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    pass
 
 # Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
 # up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
-# Seconds for the other nodes to report how their ranks ended.
-REPORT_SECONDS = 6.0
 
 
 # Install the signal handler before the ranks start, because SIGUSR1 would otherwise end this
@@ -60,13 +58,8 @@ def main(folder: Path, origin: Path) -> int:
         address = find_address()
         if address.node > 0:
             return run_follower_node(origin, address)
-        if not (origin / "config.yaml").exists():
-            raise ValueError(
-                f"{origin}: node 0 ({host_name()}) finds no config.yaml in this folder; use a "
-                "folder that node 0 can read"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
+        folder.mkdir(parents=True, exist_ok=True)
         if not _earlier_start_has_ended(folder, config.parallel.start_timeout):
             return NODE_LOST
         with lock_folder(folder):
@@ -162,8 +155,9 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        ended.records = _wait_for_cause(
-            ranks_store(rendezvous.store, 0), folder, config.parallel.devices
+        # The ranks of this node have waited for the cause of a lost connection.
+        ended.records = published_failures(
+            ranks_store(rendezvous.store, 0), config.parallel.devices
         )
     code = conclude(config, folder, ended)
     has_progress = _checkpoints(folder) != checkpoints_before
@@ -228,19 +222,6 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     rendezvous = Rendezvous(address, seconds)
     publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous
-
-
-def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Wait up to REPORT_SECONDS until some rank has published a failure other than a lost
-    connection. Return all failure records that ranks of all nodes have published.
-    """
-    records: list[dict[str, Any]] = []
-    for _ in range(20):
-        records = published_failures(store, world_size)
-        if failure.cause_is_known(folder) or not all(record["is_echo"] for record in records):
-            break
-        time.sleep(REPORT_SECONDS / 20)
-    return records
 
 
 def _checkpoints(folder: Path) -> set[str]:
