@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from timm_parallel.app import current, root
 from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
@@ -40,27 +40,20 @@ from timm_parallel.machine.process import (
 from timm_parallel.machine.ranks import NodeAddress
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
 
+if TYPE_CHECKING:
+    from timm_parallel.launch.fork_server import ForkedRank
+
 # Seconds that a rank has after a signal to save and exit, before it is killed. torch's agent waits
 # equally long.
 GRACE_SECONDS = 30.0
 
 
-class Child(Protocol):
-    """Process of a rank, with the methods of subprocess.Popen that the launcher calls."""
-
-    def wait(self) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 # Type of the function that starts a rank. Arguments: the command and the environment variables of
 # the rank.
-StartRank = Callable[[list[str], dict[str, str]], Child]
+StartRank = Callable[[list[str], dict[str, str]], "subprocess.Popen[bytes] | ForkedRank"]
 
 
-def start_command(command: list[str], environment: dict[str, str]) -> Child:
+def start_command(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, pass_fds=[int(environment[REPORT])])
 
 
