@@ -81,14 +81,9 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                 raise
             # Hydra raises one of these exceptions if a section of its own config is null, or if
             # hydra.job.env_copy names a variable that is not set.
-            params = (
-                word.input_line
-                for word in overrides
-                if word.key_or_group.startswith("hydra.sweeper.params")
-            )
-            given = next(params, "hydra.*")
             raise ValueError(
-                f"{given}: Hydra cannot use this setting; remove it (to sweep, write -m key=a,b)"
+                "hydra.*: Hydra cannot use these settings; remove hydra.sweeper.params (to sweep, "
+                "write -m key=a,b)"
             ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree, is_complete=not arguments.multirun)

@@ -105,7 +105,6 @@ WRONG_TYPES = [
     ("optim.lr=${nope}", "optim.lr", "nope"),
     ("optim.lr=${optim.lr}", "optim.lr"),
     ("hydra.run.dir=a=b", "hydra.run.dir=a=b"),
-    ("hydra.verbose=3", "hydra.verbose=3", "true, false"),
 ]
 WRONG_NUMBERS = [
     ("optim.lr=nan", "optim.lr=nan"),
