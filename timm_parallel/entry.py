@@ -10,16 +10,15 @@ import argparse
 import contextlib
 import io
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.app import App
 from timm_parallel.cluster.slurm import check_scheduler, submit
+from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, hydra_files, load_config, store_schema
 from timm_parallel.config.resolve import notice, resolve
-from timm_parallel.config.suggest import key_hint
 from timm_parallel.data.build import check_batch, check_data, check_root
 from timm_parallel.launch.job import record_end, run_job
 from timm_parallel.launch.resume import (
@@ -43,7 +42,7 @@ from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import StopHandler, Stopped, exit_process, signal_handlers
 from timm_parallel.machine.streams import keep_running_without_stdout
-from timm_parallel.patches import any_help_text, hydra_parser
+from timm_parallel.patches import any_help_text
 from timm_parallel.record.console import print_config
 
 # Function that runs sweeps. The library imports nothing of the lab, so it names the function.
@@ -94,7 +93,7 @@ def run_command(app: App[Any, Any]) -> int:
 
 def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
     """Parse the command line and carry it out, as rank 0 or as the only process."""
-    arguments = _parse(sys.argv[1:])
+    arguments = parse_command_line(sys.argv[1:])
     if arguments.experimental_rerun is not None:
         raise ValueError(
             "--experimental-rerun: unpickles a file, which may run any code; use "
@@ -118,24 +117,6 @@ def _lead(app: App[Any, Any], ranks: Ranks | None) -> int:
             f"{starter()}"
         )
     return int(import_name(MULTIRUN)(arguments))
-
-
-def _parse(command_line: list[str]) -> Any:
-    def refuse(message: str) -> NoReturn:
-        # Explain an argument that starts with a dash and is not an option of Hydra, such as
-        # --lr=0.1.
-        if unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S+)", message):
-            word = unknown.group(1)
-            key = word.partition("=")[0].lstrip("-").replace("-", "_")
-            message = f"{word}: no such option; keys have no dashes in front{key_hint(key)}"
-        raise ValueError(f"{message}; python train.py --help lists the valid arguments")
-
-    parser = hydra_parser()
-    # Raise an error with a one-line message, where argparse would print its usage and exit.
-    parser.error = refuse  # type: ignore[method-assign]
-    # Use the intermixed parser, because overrides may stand before and after a flag: `model=tiny -m
-    # seed=1,2`.
-    return parser.parse_intermixed_args(command_line)
 
 
 def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:

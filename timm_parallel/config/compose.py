@@ -81,9 +81,14 @@ def compose_command(arguments: Any, saved: Any = None) -> Command:
                 raise
             # Hydra raises one of these exceptions if a section of its own config is null, or if
             # hydra.job.env_copy names a variable that is not set.
+            params = (
+                word.input_line
+                for word in overrides
+                if word.key_or_group.startswith("hydra.sweeper.params")
+            )
+            given = next(params, "hydra.*")
             raise ValueError(
-                "hydra.*: Hydra cannot use these settings; remove hydra.sweeper.params (to sweep, "
-                "write -m key=a,b)"
+                f"{given}: Hydra cannot use this setting; remove it (to sweep, write -m key=a,b)"
             ) from None
         HydraConfig.instance().set_config(tree)
         config = to_config(tree, is_complete=not arguments.multirun)
@@ -164,7 +169,7 @@ def store_schema() -> None:
     """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store("schema", node=_schema())
+    ConfigStore.instance().store("schema", node=_schema(current().config))
     share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
@@ -228,21 +233,15 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
     """Merge a composed config into the schema, which adds types and defaults. The result has no
     `hydra` section.
     """
-    merged = OmegaConf.merge(_schema(), _task_of(tree))
+    merged = OmegaConf.merge(_schema(current().config), _task_of(tree))
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _schema() -> DictConfig:
-    """Build the config schema of the current project as an OmegaConf tree."""
-    # mypy does not know that a class is hashable.
-    return _tree_of(current().config)  # type: ignore[arg-type]
-
-
 @cache
-def _tree_of(config_class: type[Config]) -> DictConfig:
-    """Build the OmegaConf tree of a config class. The result is cached, because building it takes a
-    quarter of the time that composing a config takes.
+def _schema(config_class: type[Config]) -> DictConfig:
+    """Build the config schema of a project as an OmegaConf tree. The result is cached, because
+    building it takes a quarter of the time that composing a config takes.
     """
     return OmegaConf.structured(config_class)
 

@@ -215,17 +215,17 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"{cuda - 1}"
             )
         return
-    for key in ("device_ids", "output_device"):
-        if getattr(parallel, key) is not None:
-            yield (
-                f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on "
-                f"{parallel.accelerator}; use null"
-            )
-    if parallel.backend == "nccl":
-        yield (
-            f"parallel.backend=nccl: requires CUDA, but this run is on {parallel.accelerator}; "
-            "use gloo"
-        )
+    # Values that require CUDA, and what to use instead.
+    precision, output_device = config.train.precision, parallel.output_device
+    for needs_cuda, setting, instead in (
+        (parallel.device_ids is not None, f"parallel.device_ids={parallel.device_ids}", "null"),
+        (output_device is not None, f"parallel.output_device={output_device}", "null"),
+        (parallel.backend == "nccl", "parallel.backend=nccl", "gloo"),
+        (precision == "tf32", "train.precision=tf32", "fp32 or bf16"),
+    ):
+        if needs_cuda:
+            here = f"requires CUDA, but this run is on {parallel.accelerator}"
+            yield f"{setting}: {here}; use {instead}"
     if parallel.accelerator == "mps":
         if not hardware.has_mps():
             yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
@@ -235,11 +235,6 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "parallel=single, or parallel.accelerator=cpu"
             )
     yield from config.model.problems_without_cuda()
-    if config.train.precision == "tf32":
-        yield (
-            f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; "
-            "use fp32 or bf16"
-        )
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:

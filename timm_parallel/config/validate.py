@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -190,8 +189,8 @@ LOADING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache
 
 
 def refuse(*problems: Iterator[str]) -> None:
-    """Raise RefusedError with the first message that the given rules yield, and with the error code
-    of this message. Do nothing if no rule yields a message.
+    """Raise RefusedError with the first message that the given rules yield. Do nothing if no rule
+    yields a message.
     """
     line = next(itertools.chain(*problems), None)
     if line is not None:
@@ -300,10 +299,8 @@ def _names(config: Config) -> Iterator[str]:
         "model.name": (config.model.name, _model_problems),
         "optim.opt": (config.optim.opt, _optimizer_problems),
     }
-    datasets = current().datasets
-    if datasets:
-        problems_of_data = partial(_dataset_problems, own=datasets)
-        chosen["data.name"] = config.data.name, problems_of_data
+    if current().datasets:
+        chosen["data.name"] = config.data.name, _dataset_problems
     if current().tasks:
         chosen["train.task"] = config.train.task, _task
         # Accept any name of a loss here, because `check_task` compares it with the losses of the
@@ -333,10 +330,11 @@ def _weights_problems(kwargs: Iterable[str]) -> Iterator[str]:
         yield f"model.kwargs.{key}: not allowed; to load timm's weights set model.pretrained=true"
 
 
-def _dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
+def _dataset_problems(name: str) -> Iterator[str]:
     """Yield an error message if a dataset name belongs neither to a dataset of the project nor to
-    timm's factory. `own`: the names of the project's datasets.
+    timm's factory.
     """
+    own = current().datasets
     source, _, dataset = name.partition("/")
     if source == "torch" and dataset not in OF_TORCH:
         yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from timm_parallel.app import find_app
 from timm_parallel.cluster.kubernetes import address_of_pod
@@ -35,9 +34,6 @@ from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_
 from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
-
-if TYPE_CHECKING:
-    pass
 
 # Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
 # up this many seconds before the other nodes do.
@@ -119,11 +115,6 @@ def find_address() -> NodeAddress:
     """
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
-    if "SLURM_STEP_NODELIST" not in os.environ:
-        raise ValueError(
-            "SLURM_STEP_NODELIST: not set, although this command runs one node of a job; start it "
-            "with srun, or on Kubernetes by job.yaml"
-        )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()
 
