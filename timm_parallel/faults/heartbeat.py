@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from timm_parallel.faults.failure import cause_is_known, failure_file, record_of, write_failure
+from timm_parallel.faults.failure import cause_is_known, failure_file, write_failure
 from timm_parallel.faults.liveness import PHASES, liveness
 from timm_parallel.machine.ranks import Ranks, host_name
 
@@ -35,7 +35,7 @@ START_SILENT = 60
 LEFT = 3
 # Seconds to wait for the cause of a lost connection. A silent node is found earlier.
 CAUSE = 10.0
-# Seconds for the key-value store to accept a failure record, and for the heartbeat thread to end.
+# Seconds for the key-value store to accept a failure record.
 PUBLISH = 2.0
 
 
@@ -67,8 +67,8 @@ class Heartbeat:
 
 @dataclass
 class Heartbeats:
-    """Thread that publishes this rank's heartbeat and reads those of other nodes. A separate thread
-    is needed, because a call to the key-value store may never return.
+    """Heartbeats of this rank, and those that it reads of other ranks. A thread for them alone is
+    needed, because a call to the key-value store may never return.
     """
 
     ranks: Ranks
@@ -90,21 +90,6 @@ class Heartbeats:
     unanswered: float = 0.0
     # Rank -> its newest heartbeat, and the number of heartbeats of this rank when it changed.
     _seen: dict[int, tuple[Heartbeat, int]] = field(default_factory=dict)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        if self.store is not None:
-            self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop the heartbeat thread. The process would abort if the thread used the key-value store
-        while the interpreter shuts down.
-        """
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=PUBLISH)
 
     def mine(self) -> Heartbeat:
         return Heartbeat(
@@ -185,22 +170,9 @@ class Heartbeats:
                 return
             time.sleep(TICK / 4)
 
-    def record_of(self, other: Heartbeat, reason: str, exception: str) -> dict[str, Any]:
-        """Build the failure record of another rank, which cannot write the record itself. `other`:
-        the newest heartbeat of that rank. `exception`: name of the failure, in place of an
-        exception class.
-        """
-        return record_of(
-            other.rank,
-            self.folder,
-            reason,
-            host=other.host,
-            attempt=self.ranks.restart_count,
-            exception=exception,
-        )
-
-    def _run(self) -> None:
-        while not self._over.is_set():
+    def publish(self, over: threading.Event) -> None:
+        """Publish a heartbeat every TICK seconds, until `over` is set or the store closes."""
+        while not over.is_set():
             self.ticks += 1
             try:
                 self._exchange()
@@ -208,7 +180,7 @@ class Heartbeats:
                 self.gone = True
                 return
             self.unanswered = 0.0
-            self._over.wait(TICK)
+            over.wait(TICK)
 
     def _exchange(self) -> None:
         store, ranks = self.store, self.ranks

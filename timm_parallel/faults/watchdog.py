@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from timm_parallel.faults.failure import report_failure, write_failure
+from timm_parallel.faults.failure import record_of, report_failure, write_failure
 from timm_parallel.faults.heartbeat import (
     NODE_LOST,
     NODE_SILENT,
@@ -69,17 +70,23 @@ class Watchdog:
         self.store = None if store is None else store.clone()
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        loops: list[Callable[[], None]] = [self._watch]
+        if store is not None:
+            loops.append(partial(self.heartbeats.publish, self._over))
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
 
     def __enter__(self) -> Heartbeats:
-        self.heartbeats.start()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
+        """Stop the threads. The process would abort if one of them used the key-value store while
+        the interpreter shuts down.
+        """
         self._over.set()
-        self.heartbeats.close()
-        self._thread.join(timeout=COMPARE)
+        for thread in self._threads:
+            thread.join(timeout=COMPARE)
 
     @property
     def limit(self) -> int:
@@ -181,7 +188,14 @@ class Watchdog:
         faulthandler.dump_traceback(file=self.log, all_threads=True)
 
     def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
-        record = self.heartbeats.record_of(failed, reason, exception)
+        record = record_of(
+            failed.rank,
+            self.folder,
+            reason,
+            host=failed.host,
+            attempt=self.ranks.restart_count,
+            exception=exception,
+        )
         if failed.rank == self.ranks.rank:
             stack = traceback.format_stack(_main_frame())
             record["traceback"] = "".join(

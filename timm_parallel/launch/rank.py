@@ -114,7 +114,7 @@ def run_rank(
                     publish_failure(store, record)
                 report_failure(record)
                 # Another run may have a folder of this name by now.
-                if not place.is_gone():
+                if not place.problem():
                     write_failure(folder, record)
                 if record["is_echo"] and ranks.nodes > 1:
                     heartbeats.wait_for_cause()

@@ -77,7 +77,7 @@ def run_ranks(
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:
             ended = _run_child(command, config.parallel, start_rank)
-        ended.folder_problem = place.problem if place.is_gone() else ""
+        ended.folder_problem = place.problem()
     ended.oom_kills = hardware.oom_kills() - oom_kills_before
     # Treat the run as stopped by a signal if all ranks exited with 128 + the same signal. The
     # signal may have reached only some ranks, even on another node. Those ranks then stop all

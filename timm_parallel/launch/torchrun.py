@@ -88,7 +88,7 @@ def _run_and_report(
         # Read the key-value store on node 0 only, because other nodes may have lost the connection
         # to it.
         records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
-        return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
+        return RankExits(folder_problem=place.problem(), records=records)
 
     def report_end(ended: RankExits) -> int:
         if ranks.node == 0:

@@ -147,14 +147,15 @@ def test_rank_detects_that_another_rank_has_left_when_the_heartbeats_of_that_ran
     monkeypatch.setattr(heartbeat, "TICK", 0.05)
     store = HashStore()
     pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
-    for each in pair:
-        each.start()
+    over = [threading.Event(), threading.Event()]
+    for each, end in zip(pair, over, strict=True):
+        threading.Thread(target=each.publish, args=(end,), daemon=True).start()
     until = time.monotonic() + 1
     while time.monotonic() < until:
         assert not pair[0].peer_has_left()
         time.sleep(0.05)
-    pair[1].close()
+    over[1].set()
     while not pair[0].peer_has_left():
         time.sleep(0.05)
-    pair[0].close()
+    over[0].set()
     assert not heartbeat.Heartbeats(Ranks(), None, tmp_path).peer_has_left()

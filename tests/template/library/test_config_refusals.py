@@ -29,7 +29,6 @@ from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.machine.imports import find_class, find_name, import_name
-from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
