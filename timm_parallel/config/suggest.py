@@ -56,8 +56,7 @@ def timm_optimizers() -> frozenset[str]:
 
 def _timm() -> Path:
     spec = importlib.util.find_spec("timm")
-    if spec is None or spec.origin is None:
-        raise ValueError("timm is not installed: pip install -r requirements.txt")
+    assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 

@@ -31,7 +31,6 @@ from timm_parallel.launch.rendezvous import (
 from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
 from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_text
-from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 
@@ -177,10 +176,7 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
     # start_timeout.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
-    received = receive_config(rendezvous.store, address.node)
-    if isinstance(received, str):
-        raise ValueError(received)
-    config, folder = received
+    config, folder = receive_config(rendezvous.store, address.node)
     # Delete failure records that an earlier attempt left on the disk of this node.
     ranks_per_node = config.parallel.devices // address.nodes
     for rank in range(address.node * ranks_per_node, (address.node + 1) * ranks_per_node):
@@ -208,8 +204,6 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     """Connect this node to the key-value store that node 0 creates. Publish the hardware of this
     node in the store. `seconds`: time to wait for node 0.
     """
-    with imports_without_gc():
-        import torch.distributed  # noqa: F401  # Rendezvous needs it
     rendezvous = Rendezvous(address, seconds)
     publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from timm_parallel.errors import RefusedError
 from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
 from timm_parallel.faults.heartbeat import published_failures
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
@@ -136,14 +137,14 @@ def run_follower(run: RankMain, ranks: Ranks) -> int:
     """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
-    received = rendezvous.receive_config(store, ranks.rank)
-    if not isinstance(received, str):
-        return _run_and_report(run, *received, ranks, store)
-    if ranks.node > 0 and ranks.is_first_of_node:
-        # Raise the reason on the first rank of each other node, so that the node's console shows
-        # it. Rank 0 prints the reason on its own node.
-        raise ValueError(received)
-    return 2
+    try:
+        config, folder = rendezvous.receive_config(store, ranks.rank)
+    except RefusedError:
+        # Print the reason on the console of each other node. Rank 0 prints it on its own node.
+        if ranks.node > 0 and ranks.is_first_of_node:
+            raise
+        return 2
+    return _run_and_report(run, config, folder, ranks, store)
 
 
 def remembered_folder(ranks: Ranks | None) -> Path | None:
