@@ -108,6 +108,9 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
     """Build the end of an error message for an unknown key: `; did you mean …?` with similar keys,
     or the reason why no such key exists. The text is empty if there is neither.
 
+    Similar keys of the same section come first. Otherwise suggest the keys that replace a name of
+    another program, and keys of other sections with the same last part.
+
     `key`: the unknown key. `more`: further valid names, besides the config keys. `value`: the value
     that the user gave to the key. `program`: `train` or `evaluate`, because evaluate.py has an
     additional table of suggestions.
@@ -115,44 +118,29 @@ def key_hint(key: str, more: Iterable[str] = (), value: Any = None, program: str
     tables = _other_names()
     if reason := _entry(key, value, tables["no_key"]):
         return f"; there is no such key: {reason}"
-    if found := _similar_keys(key, value, tables["names"] | tables.get(program, {})):
-        return f"; did you mean {', '.join(found[:3])}?"
-    keys, sections = _keys_and_sections()
-    similar = hint(key, [*keys, *sections, *more])
+    keys = [known for known, _, _ in leaves(current().config())]
+    sections = sorted(
+        {known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)}
+    )
     section, _, last = key.rpartition(".")
+    siblings = {
+        known.rpartition(".")[2]: known
+        for known in keys
+        if section and known.rpartition(".")[0] == section
+    }
+    found = [siblings[name] for name in difflib.get_close_matches(last, siblings, cutoff=0.8)]
+    if not found:
+        other = _entry(key, value, tables["names"] | tables.get(program, {}))
+        elsewhere = [known for known in (*keys, *sections) if known.rpartition(".")[2] == last]
+        found = list(dict.fromkeys([*(other.split(", ") if other else ()), *elsewhere]))
+    if found:
+        return f"; did you mean {', '.join(found[:3])}?"
+    similar = hint(key, [*keys, *sections, *more])
     if f"{section}.kwargs" in keys:
         similar += (
             f"; arguments of what {section} builds go below kwargs: +{section}.kwargs.{last}=…"
         )
     return similar
-
-
-def _keys_and_sections() -> tuple[list[str], list[str]]:
-    keys = [known for known, _, _ in leaves(current().config())]
-    return keys, sorted(
-        {known.rsplit(".", depth)[0] for known in keys for depth in range(1, known.count(".") + 1)}
-    )
-
-
-def _similar_keys(key: str, value: Any, table: dict[str, str]) -> list[str]:
-    """Find the config keys that a user most likely meant by an unknown key. Return similar keys of
-    the same section, if there are any. Otherwise return the keys that replace a name of another
-    program (`table`), and the keys of other sections with the same last part.
-
-    `value`: the value that the user gave to the key. `table`: names of other programs -> keys here.
-    """
-    keys, sections = _keys_and_sections()
-    section, _, last = key.rpartition(".")
-    siblings = [
-        known.rpartition(".")[2]
-        for known in keys
-        if section and known.rpartition(".")[0] == section
-    ]
-    if misspelled := difflib.get_close_matches(last, siblings, cutoff=0.8):
-        return [f"{section}.{name}" for name in misspelled]
-    other = _entry(key, value, table)
-    elsewhere = [known for known in (*keys, *sections) if known.rpartition(".")[2] == last]
-    return list(dict.fromkeys([*(other.split(", ") if other else ()), *elsewhere]))
 
 
 def _entry(key: str, value: Any, table: dict[str, str]) -> str:

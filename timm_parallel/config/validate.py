@@ -77,16 +77,6 @@ def cluster_rules(config: Config) -> Iterator[str]:
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
             "cluster=kubernetes"
         )
-    yield from _texts(cluster)
-    yield from _sizes(config)
-    if parallel.max_restarts:
-        yield (
-            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
-            "restarts a run that lost a node by itself; use 0"
-        )
-
-
-def _texts(cluster: ClusterConfig) -> Iterator[str]:
     for key, (pattern, expected) in FORMATS.items():
         value = getattr(cluster, key)
         if value is not None and not (value.isprintable() and re.fullmatch(pattern, value)):
@@ -104,20 +94,11 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
             f"cluster.gres={cluster.gres}: cluster.gpus={cluster.gpus} requests GPUs too; set "
             "only one of them"
         )
-
-
-def seconds_of(time: str) -> int:
-    """Convert a time limit of Slurm (`d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`) to seconds."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        parts = (parts + [0, 0])[:3]
-    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
-    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-
-
-def _sizes(config: Config) -> Iterator[str]:
-    cluster, parallel = config.cluster, config.parallel
+    if parallel.max_restarts:
+        yield (
+            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
+            "restarts a run that lost a node by itself; use 0"
+        )
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator in ("cuda", "mps") and not gpus:
         yield (
@@ -143,6 +124,16 @@ def _sizes(config: Config) -> Iterator[str]:
             f"parallel.threads_per_device={threads}: the devices of a node would use more threads "
             f"than cluster.cpus={cpus}; use auto"
         )
+
+
+def seconds_of(time: str) -> int:
+    """Convert a time limit of Slurm (`d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`) to seconds."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        parts = (parts + [0, 0])[:3]
+    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
 
 
 def gpus_of_gres(cluster: ClusterConfig) -> int:
