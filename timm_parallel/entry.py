@@ -38,10 +38,10 @@ from timm_parallel.launch.torchrun import (
 )
 from timm_parallel.machine.files import claim_folder, lock_folder
 from timm_parallel.machine.imports import import_name, imports_without_gc
+from timm_parallel.machine.process import keep_running_without_stdout
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import StopHandler, Stopped, exit_process, signal_handlers
-from timm_parallel.machine.streams import keep_running_without_stdout
 from timm_parallel.patches import any_help_text
 from timm_parallel.record.console import print_config
 
