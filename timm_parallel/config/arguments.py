@@ -126,7 +126,7 @@ def parse_command_line(words: list[str]) -> Any:
     """Parse the arguments of train.py, e.g. `["model=tiny", "-m"]`, with Hydra's parser. Returns
     the argparse namespace. Raises ValueError for an option that does not exist.
     """
-    from timm_parallel.config.suggest import key_hint
+    from timm_parallel.config.explain import key_hint
     from timm_parallel.patches import hydra_parser
 
     def refuse(message: str) -> NoReturn:

@@ -24,10 +24,9 @@ from yaml import YAMLError
 
 from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.explain import explain, required
+from timm_parallel.config.explain import explain, is_known, required
 from timm_parallel.config.hydra_allowlist import check_before_composing, check_hydra_block
 from timm_parallel.config.resolve import by_device, device_counts
-from timm_parallel.config.suggest import is_known
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text

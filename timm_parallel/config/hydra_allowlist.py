@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from timm_parallel.app import root
-from timm_parallel.config.suggest import check_option, is_declared, is_known, key_hint
+from timm_parallel.config.explain import check_option, is_declared, is_known, key_hint
 from timm_parallel.keys import is_below, plain_values
 
 SETTABLE = (

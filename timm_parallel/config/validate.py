@@ -19,8 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.app import current
-from timm_parallel.config.explain import type_text
-from timm_parallel.config.suggest import hint, timm_models, timm_optimizers, timm_tags
+from timm_parallel.config.explain import hint, timm_models, timm_optimizers, timm_tags, type_text
 from timm_parallel.errors import RefusedError
 from timm_parallel.keys import (
     STRATEGIES,
