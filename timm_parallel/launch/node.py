@@ -14,7 +14,7 @@ from timm_parallel.cluster.kubernetes import address_of_pod
 from timm_parallel.cluster.slurm import NODE_LOST, WARNED, address_of_step
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
-from timm_parallel.faults.heartbeat import publish_failure, published_failures
+from timm_parallel.faults.failure import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
 from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
 from timm_parallel.launch.rendezvous import (

@@ -22,11 +22,11 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
     log_file,
+    publish_failure,
     report_descriptor,
     report_failure,
     write_failure,
 )
-from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig

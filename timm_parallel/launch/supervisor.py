@@ -17,8 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from timm_parallel.app import current, root
-from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
-from timm_parallel.faults.heartbeat import published_failures
+from timm_parallel.faults.failure import REPORT, RankExits, published_failures, reported_failures
 from timm_parallel.keys import ResolvedConfig, ResolvedParallel
 from timm_parallel.launch.rendezvous import (
     BACKEND,

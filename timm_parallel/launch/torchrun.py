@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from timm_parallel.errors import RefusedError
-from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
-from timm_parallel.faults.heartbeat import published_failures
+from timm_parallel.faults.failure import (
+    ENDED_BY_AGENT,
+    RankExits,
+    first_failure,
+    published_failures,
+)
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.launch import rendezvous
 from timm_parallel.launch.job import conclude, prepare

@@ -21,14 +21,12 @@ from timm_parallel.faults.failure import (
     RankExits,
     failure_record,
     first_failure,
+    publish_failure,
+    published_failures,
     record_of,
     write_failure,
 )
-from timm_parallel.faults.heartbeat import (
-    Heartbeat,
-    publish_failure,
-    published_failures,
-)
+from timm_parallel.faults.watchdog import Heartbeat
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch import job, node, rendezvous, supervisor, torchrun
 from timm_parallel.launch.job import conclude, prepare, record_end

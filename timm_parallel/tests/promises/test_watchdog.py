@@ -15,19 +15,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from timm_parallel.faults import heartbeat, watchdog
-from timm_parallel.faults.failure import RankExits, failure_files, first_failure, write_failure
-from timm_parallel.faults.heartbeat import (
-    NODE_SILENT,
+from timm_parallel.faults import failure, watchdog
+from timm_parallel.faults.failure import (
     PUBLISH,
+    RankExits,
+    failure_files,
+    first_failure,
+    publish_failure,
+    write_failure,
+)
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
+from timm_parallel.faults.watchdog import (
+    LEAVE,
+    NODE_SILENT,
     START_SILENT,
     TICK,
     Heartbeat,
     Heartbeats,
-    publish_failure,
+    judge,
 )
-from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
-from timm_parallel.faults.watchdog import LEAVE, judge
 from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
@@ -232,7 +238,7 @@ def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be
         raise OSError(28, "No space left on device")
 
     _, second = two_nodes(tmp_path)
-    monkeypatch.setattr(heartbeat, "write_failure", full)
+    monkeypatch.setattr(failure, "write_failure", full)
     assert second.store is not None
     for key, value in (("failure/0", "{}"), ("failed", "")):
         second.store.set(key, value)
