@@ -16,7 +16,7 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
 from timm_parallel.faults.failure import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
+from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits, run_ranks
 from timm_parallel.launch.rendezvous import (
     POLL_SECONDS,
     Rendezvous,
@@ -28,7 +28,6 @@ from timm_parallel.launch.rendezvous import (
     refuse_others,
     share_config,
 )
-from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
 from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_text
 from timm_parallel.machine.ranks import NodeAddress, host_name

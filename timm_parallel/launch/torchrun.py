@@ -27,10 +27,9 @@ from timm_parallel.faults.failure import (
 )
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.launch import rendezvous
-from timm_parallel.launch.job import conclude, prepare
+from timm_parallel.launch.job import conclude, prepare, run_agent
 from timm_parallel.launch.rank import RankMain, run_rank
 from timm_parallel.launch.rendezvous import open_store
-from timm_parallel.launch.supervisor import run_agent
 from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.process import kill_on_parent_exit, terminate_descendants
 from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment

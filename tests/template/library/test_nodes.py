@@ -25,6 +25,7 @@ from tests.template.runs import parts_of, resolved, run_warm, tiny, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
 from timm_parallel.launch import node, rendezvous, torchrun
+from timm_parallel.launch.job import RankExits
 from timm_parallel.launch.rendezvous import (
     NodeInventory,
     collect_inventories,
@@ -32,7 +33,6 @@ from timm_parallel.launch.rendezvous import (
     listen_towards,
     publish_inventory,
 )
-from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.ranks import (
     NEEDED,
