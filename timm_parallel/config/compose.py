@@ -168,7 +168,8 @@ def store_schema() -> None:
     """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store("schema", node=_schema(current().config))
+    # mypy does not know that a class is hashable, here and in merge_into_schema.
+    ConfigStore.instance().store("schema", node=_schema(current().config))  # type: ignore[arg-type]
     share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
@@ -232,7 +233,7 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
     """Merge a composed config into the schema, which adds types and defaults. The result has no
     `hydra` section.
     """
-    merged = OmegaConf.merge(_schema(current().config), _task_of(tree))
+    merged = OmegaConf.merge(_schema(current().config), _task_of(tree))  # type: ignore[arg-type]
     assert isinstance(merged, DictConfig)
     return merged
 
