@@ -8,8 +8,7 @@ reads it. `make schema` writes docs/keys.md and conf/schema.json from these data
 
 A rule about several keys is in the method `problems` of a dataclass. The method yields an error
 message for each broken rule, with the key, its value and the fix. train.py stops with the first
-message; a sweep skips the configuration. Yield a `Problem`, which has a code, instead of a string
-if other code must recognize the error.
+message; a sweep skips the configuration.
 """
 
 from __future__ import annotations

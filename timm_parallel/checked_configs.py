@@ -16,9 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from timm_parallel.app import current
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
-from timm_parallel.config.explain import explain
+from timm_parallel.config.explain import explain, hint, is_known, key_hint
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.suggest import hint, is_known, key_hint
 from timm_parallel.config.validate import check_combination, option_problems, refuse
 from timm_parallel.data.build import built_in
 from timm_parallel.data.dataset import ImageDataset

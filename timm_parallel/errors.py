@@ -1,5 +1,5 @@
-"""Exception classes for rejected settings, failed runs and unreadable images. Code compares error
-codes and exception classes, never the text of a message.
+"""Exception classes for rejected settings, failed runs and unreadable images. Code compares
+exception classes, never the text of a message.
 """
 
 from __future__ import annotations
@@ -8,36 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Error codes of rejected sweep jobs. jobs.json stores the code next to the message.
-ONE_DEVICE = "one_device"
-ONE_PROCESS = "one_process"
-TOO_FEW_DEVICES = "too_few_devices"
-BATCH_TOO_SMALL = "batch_too_small"
-BATCH_NOT_DIVISIBLE = "batch_not_divisible"
-
-
-class Problem(str):
-    """Error message with an error code. Checks yield objects of this class when other code, or a
-    reader of jobs.json, must recognize the error.
-    """
-
-    code: str
-
-    def __new__(cls, message: str, code: str = "") -> Problem:
-        problem = super().__new__(cls, message)
-        problem.code = code
-        return problem
-
 
 class RefusedError(ValueError):
     """Error for a setting or file of the user that cannot work. train.py prints the message in one
     line and exits with code 2.
     """
-
-    def __init__(self, message: str) -> None:
-        """`message`: a text, or a Problem, whose error code is kept in the attribute `code`."""
-        super().__init__(str(message))
-        self.code: str = getattr(message, "code", "")
 
 
 class UnknownFormatError(RefusedError):

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm_parallel.errors import ONE_DEVICE, Problem
 from timm_parallel.machine.imports import import_name
 
 
@@ -476,10 +475,9 @@ class ParallelConfig:
     def problems(self, whole: Config) -> Iterator[str]:
         strategy = self.strategy
         if self.traits.has_one_device and self.devices not in ("auto", 1):
-            yield Problem(
+            yield (
                 f"parallel.devices={self.devices}: {strategy} uses one device; choose "
-                "parallel=ddp or parallel=dp",
-                ONE_DEVICE,
+                "parallel=ddp or parallel=dp"
             )
         for name, owner in strategy_options().items():
             if getattr(self, name) is not None and strategy != owner:

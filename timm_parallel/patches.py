@@ -126,13 +126,8 @@ def posterize_to_black() -> None:
 
 
 def _posterize(image: Any, bits_to_keep: int, **options: Any) -> Any:
-    from PIL import ImageOps
-
-    if bits_to_keep >= 8:
-        return image
-    if bits_to_keep > 0:
-        return ImageOps.posterize(image, bits_to_keep)
-    return image.point(lambda value: 0)
+    mask = -(2 ** (8 - min(8, bits_to_keep)))
+    return image.point(lambda value: value & mask)
 
 
 def report_unsent_batches(describe: Callable[[BaseException, Any], Exception]) -> None:

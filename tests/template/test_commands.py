@@ -27,8 +27,8 @@ from tests.template import cluster_commands
 from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_config
 from timm_parallel.config.compose import compose_command
+from timm_parallel.config.explain import is_known
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.suggest import is_known
 from timm_parallel.entry import run_command
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.testing.commands import Finished, Train

@@ -21,7 +21,6 @@ from timm_parallel.keys import ClusterConfig, Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.ranks import NodeAddress, host_name
-from timm_parallel.machine.text import plural
 
 T = TypeVar("T")
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
@@ -38,9 +37,6 @@ ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
 # Range of ports for the key-value store on node 0. It ends below 32768, where the ports begin that
 # Linux gives to outgoing connections.
 FIRST_PORT, PORTS = 20000, 12000
-
-# Options of sbatch that a dry run (cluster.submit=false) prints.
-RESOURCES = ("--nodes", "--gpus", "--gres", "--cpus", "--mem", "--time", "--partition", "--account")
 
 
 def local_lines() -> Path:
@@ -59,11 +55,6 @@ def write_script(config: Config, folder: Path) -> None:
     text = script_of(config, log, what=f"{full}/config.yaml", folder=shlex.quote(str(full)))
     write_text(folder / SCRIPT, text)
     if not config.cluster.submit:
-        parallel = config.parallel
-        options = [line.removeprefix("#SBATCH ") for line in text.splitlines()]
-        devices = plural(int(parallel.devices), f"{parallel.accelerator} device")
-        print(f"Requests:    {' '.join(each for each in options if each.startswith(RESOURCES))}")
-        print(f"Trains with: {parallel.strategy} on {devices}")
         print(f"Submit with: sbatch {shlex.quote(str(folder / SCRIPT))}")
 
 

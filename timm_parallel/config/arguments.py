@@ -8,6 +8,7 @@ import argparse
 import functools
 import json
 import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.machine.files import finite
+from timm_parallel.machine.process import open_closed_streams
 from timm_parallel.machine.secrets import mask
-from timm_parallel.machine.streams import open_closed_streams
 
 
 def print_json(value: Any) -> None:
@@ -123,8 +124,23 @@ def counts_argument(text: str) -> list[int]:
 
 def parse_command_line(words: list[str]) -> Any:
     """Parse the arguments of train.py, e.g. `["model=tiny", "-m"]`, with Hydra's parser. Returns
-    the argparse namespace.
+    the argparse namespace. Raises ValueError for an option that does not exist.
     """
+    from timm_parallel.config.explain import key_hint
     from timm_parallel.patches import hydra_parser
 
-    return hydra_parser().parse_intermixed_args(words)
+    def refuse(message: str) -> NoReturn:
+        # Explain an argument that starts with a dash and is not an option of Hydra, such as
+        # --lr=0.1.
+        if unknown := re.match(r"(?:unrecognized arguments|ambiguous option): (-\S+)", message):
+            word = unknown.group(1)
+            key = word.partition("=")[0].lstrip("-").replace("-", "_")
+            message = f"{word}: no such option; keys have no dashes in front{key_hint(key)}"
+        raise ValueError(f"{message}; python train.py --help lists the valid arguments")
+
+    parser = hydra_parser()
+    # Raise an error with a one-line message, where argparse would print its usage and exit.
+    parser.error = refuse  # type: ignore[method-assign]
+    # Use the intermixed parser, because overrides may stand before and after a flag: `model=tiny -m
+    # seed=1,2`.
+    return parser.parse_intermixed_args(words)

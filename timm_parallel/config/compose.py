@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import getitem
@@ -24,10 +24,9 @@ from yaml import YAMLError
 
 from timm_parallel.app import as_resolved, current, root
 from timm_parallel.config.arguments import parse_command_line
-from timm_parallel.config.explain import explain, required
+from timm_parallel.config.explain import explain, is_known, required
 from timm_parallel.config.hydra_allowlist import check_before_composing, check_hydra_block
 from timm_parallel.config.resolve import by_device, device_counts
-from timm_parallel.config.suggest import is_known
 from timm_parallel.config.validate import check_combination, check_values
 from timm_parallel.keys import PATHS, Config, ResolvedConfig, leaves, plain_values
 from timm_parallel.machine.files import write_text
@@ -125,19 +124,21 @@ def plain_config() -> Config:
         return current().config()
 
 
-def run_in_hydra(command: Command, folder: Path, job: Callable[[Path], int]) -> int:
-    """Write `.hydra/` into the run folder, then call `job` with the folder and return its exit
-    code. With hydra.job.chdir=true, the run folder is the current folder in `job`.
+@contextlib.contextmanager
+def hydra_files(command: Command, folder: Path) -> Iterator[Path]:
+    """Write `.hydra/` into the run folder, and yield the folder. With hydra.job.chdir=true, the run
+    folder is the current folder in the `with` block.
     """
     with read_write(command.tree.hydra), open_dict(command.tree.hydra.runtime):
         command.tree.hydra.run.dir = str(folder)
         command.tree.hydra.runtime.output_dir = str(folder.resolve())
     save_hydra_files(command.tree, folder)
     if not command.tree.hydra.job.chdir:
-        return job(folder)
+        yield folder
+        return
     folder = folder.resolve()
     with contextlib.chdir(folder):
-        return job(folder)
+        yield folder
 
 
 def save_hydra_files(tree: DictConfig, folder: Path) -> None:
@@ -167,7 +168,8 @@ def store_schema() -> None:
     """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store("schema", node=_schema())
+    # mypy does not know that a class is hashable, here and in merge_into_schema.
+    ConfigStore.instance().store("schema", node=_schema(current().config))  # type: ignore[arg-type]
     share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
@@ -231,21 +233,15 @@ def merge_into_schema(tree: DictConfig) -> DictConfig:
     """Merge a composed config into the schema, which adds types and defaults. The result has no
     `hydra` section.
     """
-    merged = OmegaConf.merge(_schema(), _task_of(tree))
+    merged = OmegaConf.merge(_schema(current().config), _task_of(tree))  # type: ignore[arg-type]
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _schema() -> DictConfig:
-    """Build the config schema of the current project as an OmegaConf tree."""
-    # mypy does not know that a class is hashable.
-    return _tree_of(current().config)  # type: ignore[arg-type]
-
-
 @cache
-def _tree_of(config_class: type[Config]) -> DictConfig:
-    """Build the OmegaConf tree of a config class. The result is cached, because building it takes a
-    quarter of the time that composing a config takes.
+def _schema(config_class: type[Config]) -> DictConfig:
+    """Build the config schema of a project as an OmegaConf tree. The result is cached, because
+    building it takes a quarter of the time that composing a config takes.
     """
     return OmegaConf.structured(config_class)
 

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from timm_parallel.app import root
-from timm_parallel.config.suggest import check_option, is_declared, is_known, key_hint
+from timm_parallel.config.explain import check_option, is_declared, is_known, key_hint
 from timm_parallel.keys import is_below, plain_values
 
 SETTABLE = (
@@ -105,14 +105,6 @@ def check_hydra_block(tree: DictConfig) -> None:
     if unusual and (changed := unusual - _defaults(conf)):
         key, value = min(changed)
         raise ValueError(f"hydra.{key}={value}: {FIXED}")
-    # Check hydra.verbose here, because Hydra would stop at an assertion without a message.
-    names = tree.hydra.verbose if OmegaConf.is_list(tree.hydra.verbose) else [tree.hydra.verbose]
-    if not isinstance(tree.hydra.verbose, bool) and not all(
-        isinstance(name, str) for name in names
-    ):
-        raise ValueError(
-            f"hydra.verbose={tree.hydra.verbose}: expected true, false or names of loggers"
-        )
     # hydra.job.name becomes a file name in the run folder, so it may contain no slash.
     if not re.fullmatch(r"[\w.-]+", str(tree.hydra.job.name)):
         raise ValueError(

@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 
 from timm_parallel.app import as_resolved
 from timm_parallel.config.validate import fill_in, refuse
-from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
 from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
-from timm_parallel.machine.platform import WINDOWS
+from timm_parallel.machine.process import WINDOWS
 from timm_parallel.machine.ranks import starter
 
 
@@ -85,41 +84,19 @@ def halve_batches(config: ResolvedConfig) -> ResolvedConfig | None:
     return None if any(_unfit_sizes(half)) else half
 
 
-def notices(asked: Config, resolved: ResolvedConfig, world_size: int | None = None) -> list[str]:
-    """Build messages about chosen values that may surprise the user, for example when `auto` chose
-    fewer devices than the machine has.
+def notice(asked: Config, resolved: ResolvedConfig) -> str:
+    """Build the message that `auto` chose the CPU although this machine shows NVIDIA devices, with
+    the reason. The text is empty otherwise.
 
-    `asked`: the config before `auto` was replaced. `resolved`: the config after that. `world_size`:
-    number of ranks, if torchrun or srun started them.
+    `asked`: the config before `auto` was replaced. `resolved`: the config after that.
     """
-    if resolved.cluster.scheduler != "local":
-        return []
-    parallel, cuda, lines = resolved.parallel, len(hardware.visible_cuda_devices()), []
-    if (
-        asked.parallel.devices == "auto"
-        and asked.parallel.device_ids is None
-        and world_size is None
-        and not asked.parallel.traits.has_one_device
-        and parallel.accelerator == "cuda"
-        and parallel.devices < cuda
-    ):
-        batch = resolved.global_batch
-        below, above = batch // cuda * cuda, (batch // cuda + 1) * cuda
-        nearest = f"nearest sizes for all of them: {f'{below}, ' if below else ''}{above}"
-        reason = f"because data.batch_size={batch} is not divisible by more"
-        lines.append(
-            f"parallel.devices=auto: {parallel.devices} of {cuda} CUDA devices, {reason}; {nearest}"
-        )
-    if asked.parallel.accelerator == "auto" and parallel.accelerator == "cpu":
-        chosen = "parallel.accelerator=auto: the CPU"
-        if (problem := hardware.cuda().problem) is not None:
-            lines.append(f"{chosen}, although this machine shows NVIDIA devices: {problem}")
-        if (others := hardware.other_gpus()) is not None:
-            lines.append(
-                f"{chosen}; this torch is built for {others}, whose GPUs are neither used nor "
-                "tested"
-            )
-    return lines
+    chose_cpu = asked.parallel.accelerator == "auto" and resolved.parallel.accelerator == "cpu"
+    if not chose_cpu or resolved.cluster.scheduler != "local" or not hardware.cuda().problem:
+        return ""
+    return (
+        "parallel.accelerator=auto: the CPU, although this machine shows NVIDIA devices: "
+        f"{hardware.cuda().problem}"
+    )
 
 
 def _auto_devices(config: Config, cuda: int) -> int:
@@ -217,12 +194,11 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
             )
         here = f"parallel.devices={local}: {cuda} CUDA device{'s' * (cuda != 1)} here"
         if local > cuda and not parallel.has_ranks:
-            yield Problem(f"{here}, and {parallel.strategy} needs one per replica", TOO_FEW_DEVICES)
+            yield f"{here}, and {parallel.strategy} needs one per replica"
         if local > cuda and parallel.backend != "gloo":
-            yield Problem(
+            yield (
                 f"{here}; NCCL ranks cannot share a device (with parallel.backend=gloo they can, "
-                "for a trial)",
-                TOO_FEW_DEVICES,
+                "for a trial)"
             )
         if parallel.traits.shards and parallel.backend == "gloo":
             yield (
@@ -239,17 +215,17 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 f"{cuda - 1}"
             )
         return
-    for key in ("device_ids", "output_device"):
-        if getattr(parallel, key) is not None:
-            yield (
-                f"parallel.{key}={getattr(parallel, key)}: requires CUDA, but this run is on "
-                f"{parallel.accelerator}; use null"
-            )
-    if parallel.backend == "nccl":
-        yield (
-            f"parallel.backend=nccl: requires CUDA, but this run is on {parallel.accelerator}; "
-            "use gloo"
-        )
+    # Values that require CUDA, and what to use instead.
+    precision, output_device = config.train.precision, parallel.output_device
+    for needs_cuda, setting, instead in (
+        (parallel.device_ids is not None, f"parallel.device_ids={parallel.device_ids}", "null"),
+        (output_device is not None, f"parallel.output_device={output_device}", "null"),
+        (parallel.backend == "nccl", "parallel.backend=nccl", "gloo"),
+        (precision == "tf32", "train.precision=tf32", "fp32 or bf16"),
+    ):
+        if needs_cuda:
+            here = f"requires CUDA, but this run is on {parallel.accelerator}"
+            yield f"{setting}: {here}; use {instead}"
     if parallel.accelerator == "mps":
         if not hardware.has_mps():
             yield "parallel.accelerator=mps: no Apple GPU here; use cpu or auto"
@@ -274,19 +250,17 @@ def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
         config.global_batch,
     )
     if batch < devices:
-        yield Problem(
+        yield (
             f"data.batch_size={batch}: fewer images than the {devices} devices; use at least "
-            f"{devices}",
-            BATCH_TOO_SMALL,
+            f"{devices}"
         )
     # Only strategies with ranks need equal batches. The chunks of dp may differ in size, and
     # result.json records their sizes.
     if batch % devices and has_ranks:
         below, above = batch // devices * devices, (batch // devices + 1) * devices
-        yield Problem(
+        yield (
             f"data.batch_size={batch}: not divisible by {devices} devices; nearest sizes: "
-            f"{below}, {above}",
-            BATCH_NOT_DIVISIBLE,
+            f"{below}, {above}"
         )
     if config.data.pairs_images and (batch // devices if has_ranks else batch) % 2:
         yield (

@@ -13,16 +13,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.app import current, package
-from timm_parallel.config.explain import type_text
-from timm_parallel.config.suggest import hint, timm_models, timm_optimizers, timm_tags
-from timm_parallel.errors import ONE_PROCESS, Problem, RefusedError
+from timm_parallel.config.explain import hint, timm_models, timm_optimizers, timm_tags, type_text
+from timm_parallel.errors import RefusedError
 from timm_parallel.keys import (
     STRATEGIES,
     TRACKERS,
@@ -59,10 +57,9 @@ def cluster_rules(config: Config) -> Iterator[str]:
     """
     cluster, parallel = config.cluster, config.parallel
     if cluster.nodes > 1 and parallel.has_one_process:
-        yield Problem(
+        yield (
             f"parallel={parallel.strategy}: one process cannot span cluster.nodes={cluster.nodes}; "
-            "use parallel=auto",
-            ONE_PROCESS,
+            "use parallel=auto"
         )
     if cluster.scheduler == "local":
         return
@@ -79,16 +76,6 @@ def cluster_rules(config: Config) -> Iterator[str]:
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
             "cluster=kubernetes"
         )
-    yield from _texts(cluster)
-    yield from _sizes(config)
-    if parallel.max_restarts:
-        yield (
-            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
-            "restarts a run that lost a node by itself; use 0"
-        )
-
-
-def _texts(cluster: ClusterConfig) -> Iterator[str]:
     for key, (pattern, expected) in FORMATS.items():
         value = getattr(cluster, key)
         if value is not None and not (value.isprintable() and re.fullmatch(pattern, value)):
@@ -106,20 +93,11 @@ def _texts(cluster: ClusterConfig) -> Iterator[str]:
             f"cluster.gres={cluster.gres}: cluster.gpus={cluster.gpus} requests GPUs too; set "
             "only one of them"
         )
-
-
-def seconds_of(time: str) -> int:
-    """Convert a time limit of Slurm (`d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`) to seconds."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        parts = (parts + [0, 0])[:3]
-    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
-    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
-
-
-def _sizes(config: Config) -> Iterator[str]:
-    cluster, parallel = config.cluster, config.parallel
+    if parallel.max_restarts:
+        yield (
+            f"parallel.max_restarts={parallel.max_restarts}: cluster={cluster.scheduler} "
+            "restarts a run that lost a node by itself; use 0"
+        )
     gpus = cluster.gpus or gpus_of_gres(cluster)
     if parallel.accelerator in ("cuda", "mps") and not gpus:
         yield (
@@ -145,6 +123,16 @@ def _sizes(config: Config) -> Iterator[str]:
             f"parallel.threads_per_device={threads}: the devices of a node would use more threads "
             f"than cluster.cpus={cpus}; use auto"
         )
+
+
+def seconds_of(time: str) -> int:
+    """Convert a time limit of Slurm (`d-hh:mm:ss`, `hh:mm:ss`, `mm:ss` or `d-hh`) to seconds."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        parts = (parts + [0, 0])[:3]
+    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
 
 
 def gpus_of_gres(cluster: ClusterConfig) -> int:
@@ -191,8 +179,8 @@ LOADING = ("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache
 
 
 def refuse(*problems: Iterator[str]) -> None:
-    """Raise RefusedError with the first message that the given rules yield, and with the error code
-    of this message. Do nothing if no rule yields a message.
+    """Raise RefusedError with the first message that the given rules yield. Do nothing if no rule
+    yields a message.
     """
     line = next(itertools.chain(*problems), None)
     if line is not None:
@@ -288,10 +276,8 @@ def _names(config: Config) -> Iterator[str]:
         "model.name": (config.model.name, _model_problems),
         "optim.opt": (config.optim.opt, _optimizer_problems),
     }
-    datasets = current().datasets
-    if datasets:
-        problems_of_data = partial(_dataset_problems, own=datasets)
-        chosen["data.name"] = config.data.name, problems_of_data
+    if current().datasets:
+        chosen["data.name"] = config.data.name, _dataset_problems
     if current().tasks:
         chosen["train.task"] = config.train.task, _task
     for key, (name, problems) in chosen.items():
@@ -323,10 +309,11 @@ def _weights_problems(kwargs: Iterable[str]) -> Iterator[str]:
         yield f"model.kwargs.{key}: not allowed; to load timm's weights set model.pretrained=true"
 
 
-def _dataset_problems(name: str, own: Iterable[str]) -> Iterator[str]:
+def _dataset_problems(name: str) -> Iterator[str]:
     """Yield an error message if a dataset name belongs neither to a dataset of the project nor to
-    timm's factory. `own`: the names of the project's datasets.
+    timm's factory.
     """
+    own = current().datasets
     source, _, dataset = name.partition("/")
     if source == "torch" and dataset not in OF_TORCH:
         yield f"data.name={name}: timm has no such dataset{hint(dataset, OF_TORCH)}"

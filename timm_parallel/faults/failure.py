@@ -9,13 +9,15 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from timm_parallel.config.resolve import halve_batches
 from timm_parallel.errors import (
@@ -31,6 +33,9 @@ from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import for_terminal
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 # Environment variable with a file descriptor, to which the only rank of a run writes its failure
 # record for the launcher.
 REPORT = "RUN_FAILURE_DESCRIPTOR"
@@ -38,6 +43,10 @@ REPORT = "RUN_FAILURE_DESCRIPTOR"
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # Text in torch's message about an operation without deterministic algorithm.
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
+# Value of `exception` in the failure record of a lost node, in place of an exception's name.
+NODE_LOST = "NodeLost"
+# Seconds for the key-value store to accept a failure record.
+PUBLISH = 2.0
 LOST_CONNECTION = ("DistBackendError", "DistNetworkError", "DistStoreError")
 # gloo raises a plain RuntimeError. Its messages contain the path of a source file of gloo, or the
 # name of the operation.
@@ -315,3 +324,63 @@ def _out_of_memory(text: str, device: str, config: ResolvedConfig, ranks: Ranks)
         f"{config.global_batch // config.parallel.devices} images per device: {text[:300]}; try "
         f"{smaller}{low}model.grad_checkpointing=true, or more devices"
     )
+
+
+def publish_failure(store: Store, record: dict[str, Any]) -> None:
+    """Publish a failure record to all nodes through the key-value store. The store numbers the
+    records in the order of their arrival, because the clocks of two hosts may differ.
+    """
+
+    def publish() -> None:
+        with suppress(RuntimeError):
+            client, key = store.clone(), f"failure/{record['rank']}"
+            # Keep a record that the rank itself has published, because the launcher knows only the
+            # exit code.
+            if not client.check([key]):
+                record["order"] = client.add("failures", 1)
+                client.set(key, json.dumps(record))
+                client.set("failed", "")
+                # Tell the other ranks that a node is lost, because only the first rank of each node
+                # watches the other nodes.
+                if record.get("exception") == NODE_LOST:
+                    client.set("lost", "")
+
+    _try_for_a_while(publish)
+
+
+def _try_for_a_while(call: Callable[[], object]) -> None:
+    """Run a call to a key-value store in a thread, because it may not return behind a broken
+    network connection. Return when it has ended, or after PUBLISH seconds.
+    """
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(timeout=PUBLISH)
+
+
+def fetch_failures(store: Store, folder: Path, world_size: int) -> None:
+    """Copy the failure records of all ranks from the key-value store to the run folder of this
+    node. This is needed because nodes may have no shared disk.
+    """
+    for rank, record in _published(store, world_size):
+        if not failure_file(folder, rank).exists():
+            write_failure(folder, record)
+
+
+def published_failures(store: Store, world_size: int) -> list[dict[str, Any]]:
+    """Read the failure records that ranks of all nodes have published in the key-value store. The
+    list is empty if the store does not respond.
+    """
+    records: list[dict[str, Any]] = []
+
+    def read() -> None:
+        with suppress(RuntimeError):
+            records.extend(record for _, record in _published(store.clone(), world_size))
+
+    _try_for_a_while(read)
+    return records
+
+
+def _published(store: Store, world_size: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank in range(world_size):
+        if store.check([f"failure/{rank}"]):
+            yield rank, json.loads(store.get(f"failure/{rank}"))

@@ -1,10 +1,14 @@
 """Watchdog thread. It ends a run that makes no progress, and records the rank that is stuck, not
 the ranks that wait for it.
+
+A second thread publishes heartbeats. Once a second, each rank publishes its progress in the run's
+key-value store and reads the progress of other nodes.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -13,32 +17,43 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from timm_parallel.faults.failure import report_failure, write_failure
-from timm_parallel.faults.heartbeat import (
+from timm_parallel.faults.failure import (
     NODE_LOST,
-    NODE_SILENT,
-    TICK,
-    Heartbeat,
-    Heartbeats,
+    cause_is_known,
     fetch_failures,
     publish_failure,
+    record_of,
+    report_failure,
+    write_failure,
 )
-from timm_parallel.faults.liveness import liveness
+from timm_parallel.faults.liveness import PHASES, liveness
 from timm_parallel.keys import ParallelConfig
-from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.signals import exit_at_once
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The constants below are in seconds. If a check comes this late, the whole process was suspended
-# (Ctrl-Z, scontrol suspend), and the main thread is not stuck.
-SUSPENDED = 10.0
+# Seconds between two heartbeats. A silence is counted in heartbeats of this rank, which stop while
+# the process is suspended (Ctrl-Z, scontrol suspend), and not by a clock.
+TICK = 1.0
+# Heartbeats after which a node that sends none counts as dead, stopped, or cut off.
+NODE_SILENT = 7
+# Heartbeats that replace NODE_SILENT before the first step, because importing torch from a slow
+# disk blocks all threads.
+START_SILENT = 60
+# Heartbeats after which a rank that sends none counts as exited.
+LEFT = 3
+# Seconds to wait for the cause of a lost connection. A silent node is found earlier.
+CAUSE = 10.0
+# The constants below are in seconds.
 # Time for the other ranks to publish their progress.
 COMPARE = 3.0
 # Time to wait until the rank that records the failure has written its record.
@@ -46,6 +61,171 @@ WRITE = 10.0
 # Time for this rank to exit by itself after a rank of another node has failed.
 LEAVE = 5.0
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+
+
+@dataclass
+class Heartbeat:
+    """State of one rank: its process, and the step and phase of its main thread. Each rank
+    publishes its heartbeat every second.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    phase: int = 0
+    ticks: int = 0
+    node: int = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.step, self.phase
+
+    @property
+    def node_and_rank(self) -> str:
+        return f"node {self.node} ({self.host or 'unknown host'}): rank {self.rank}"
+
+    def __str__(self) -> str:
+        return f"{PHASES[self.phase]} of step {self.step}" if self.step else PHASES[self.phase]
+
+
+@dataclass
+class Heartbeats:
+    """Heartbeats of this rank, and those that it reads of other ranks. A thread for them alone is
+    needed, because a call to the key-value store may never return.
+    """
+
+    ranks: Ranks
+    # Client of the key-value store for this thread alone; None if the run has one rank.
+    store: Store | None
+    folder: Path
+    ticks: int = 0
+    # True if a rank has made no progress for too long.
+    alarm: bool = False
+    # True if a rank has published a failure.
+    failed: bool = False
+    # True if a rank has published that a node is lost, so that waiting for that node is useless.
+    lost: bool = False
+    # True if the key-value store has closed, because the launcher of node 0 has ended.
+    gone: bool = False
+    # True if this rank has failed and is about to exit.
+    is_leaving: bool = False
+    # Seconds without an answer of the key-value store, which the watchdog counts.
+    unanswered: float = 0.0
+    # Rank -> its newest heartbeat, and the number of heartbeats of this rank when it changed.
+    _seen: dict[int, tuple[Heartbeat, int]] = field(default_factory=dict)
+
+    def mine(self) -> Heartbeat:
+        return Heartbeat(
+            self.ranks.rank,
+            host_name(),
+            os.getpid(),
+            liveness.step,
+            liveness.phase,
+            self.ticks,
+            self.ranks.node,
+        )
+
+    def all(self) -> list[Heartbeat]:
+        """Read the newest heartbeat of each rank from the key-value store, in order of rank. Raises
+        RuntimeError if the store has closed.
+        """
+        assert self.store is not None
+        keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
+        return [
+            Heartbeat(**json.loads(self.store.get(key)))
+            if self.store.check([key])
+            else Heartbeat(rank)
+            for rank, key in enumerate(keys)
+        ]
+
+    def peer_has_left(self) -> bool:
+        """Return True if another rank has failed or exited. A rank counts as exited if its
+        heartbeat does not change during LEFT heartbeats of this rank, over repeated calls of this
+        method.
+        """
+        if self.store is None or self.failed or self.gone:
+            return self.failed or self.gone
+        try:
+            self._look()
+        # The key-value store has closed, so the launcher of node 0, which hosts the store, has
+        # ended.
+        except RuntimeError:
+            return True
+        return any(self.ticks - tick > LEFT for _, tick in dict(self._seen).values())
+
+    def silent_node(self) -> Heartbeat | None:
+        """Return the last heartbeat of a node that has sent none for too long. Return None if there
+        is no such node.
+        """
+        if self.ranks.nodes == 1:
+            return None
+        # Node -> newest heartbeat of its first rank. A rank without a host has not started yet, and
+        # parallel.start_timeout limits its start.
+        nodes: dict[int, tuple[Heartbeat, int]] = {}
+        for heartbeat, tick in dict(self._seen).values():
+            if heartbeat.host:
+                nodes.setdefault(heartbeat.node, (heartbeat, tick))
+        # Node 0 counts as silent if the key-value store does not respond, because the store is on
+        # node 0.
+        if self.ranks.node > 0 and (self.gone or self.unanswered > NODE_SILENT):
+            return nodes[0][0] if 0 in nodes else Heartbeat(0)
+        # Do not count another node as silent while the key-value store responds late, because
+        # heartbeats of all nodes then arrive late.
+        if self.unanswered > NODE_SILENT / 3:
+            return None
+        for heartbeat, tick in nodes.values():
+            # Use the shorter limit once this rank has done a step. Every rank has then done a step,
+            # because a step sums the gradients of all ranks. A rank that has lost a connection uses
+            # it too.
+            has_trained = heartbeat.step or liveness.steps_done or self.is_leaving
+            if self.ticks - tick > (NODE_SILENT if has_trained else START_SILENT):
+                return heartbeat
+        return None
+
+    def wait_for_cause(self) -> None:
+        """Wait after a lost connection, at most CAUSE seconds, until another rank has recorded its
+        failure. Meanwhile the watchdog ends this process if a node is silent.
+        """
+        self.is_leaving = True
+        deadline = time.monotonic() + CAUSE
+        while self.ranks.is_first_of_node and not self.gone and time.monotonic() < deadline:
+            if cause_is_known(self.folder):
+                return
+            time.sleep(TICK / 4)
+
+    def publish(self, over: threading.Event) -> None:
+        """Publish a heartbeat every TICK seconds, until `over` is set or the store closes."""
+        while not over.is_set():
+            self.ticks += 1
+            try:
+                self._exchange()
+            except RuntimeError:
+                self.gone = True
+                return
+            self.unanswered = 0.0
+            over.wait(TICK)
+
+    def _exchange(self) -> None:
+        store, ranks = self.store, self.ranks
+        assert store is not None
+        store.set(f"watchdog/{ranks.rank}", json.dumps(asdict(self.mine())))
+        self.alarm = store.check(["watchdog/alarm"])
+        if ranks.nodes > 1 and ranks.is_first_of_node:
+            self._look()
+        if store.check(["failed"]):
+            # Set `failed` before the records are written, because writing fails on a full disk.
+            self.failed = True
+            if ranks.is_first_of_node:
+                fetch_failures(store, self.folder, ranks.world_size)
+            self.lost = store.check(["lost"])
+
+    def _look(self) -> None:
+        """Read the heartbeats of all ranks, and note which have changed."""
+        for heartbeat in self.all():
+            last = self._seen.get(heartbeat.rank)
+            if last is None or last[0].ticks != heartbeat.ticks:
+                self._seen[heartbeat.rank] = heartbeat, self.ticks
 
 
 class Watchdog:
@@ -71,17 +251,23 @@ class Watchdog:
         self.store = None if store is None else store.clone()
         self.heartbeats = Heartbeats(ranks, None if store is None else store.clone(), folder)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        loops: list[Callable[[], None]] = [self._watch]
+        if store is not None:
+            loops.append(partial(self.heartbeats.publish, self._over))
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
 
     def __enter__(self) -> Heartbeats:
-        self.heartbeats.start()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self.heartbeats
 
     def __exit__(self, *error: object) -> None:
+        """Stop the threads. The process would abort if one of them used the key-value store while
+        the interpreter shuts down.
+        """
         self._over.set()
-        self.heartbeats.close()
-        self._thread.join(timeout=COMPARE)
+        for thread in self._threads:
+            thread.join(timeout=COMPARE)
 
     @property
     def limit(self) -> int:
@@ -91,19 +277,15 @@ class Watchdog:
         return self.config.timeout if liveness.steps_done else self.config.start_timeout
 
     def _watch(self) -> None:
-        ticks, moved_at, checked_at = -1, time.monotonic(), time.monotonic()
-        leave_at = None
+        # Count checks instead of reading a clock, because a process that was suspended (Ctrl-Z,
+        # scontrol suspend) has made none. Its main thread is not stuck.
+        ticks, silent, leaving = -1, 0.0, 0.0
         while not self._over.wait(TICK):
-            now = time.monotonic()
-            if now - checked_at > SUSPENDED / 3:
-                self.heartbeats.forgive(now - checked_at)
-            if now - checked_at > SUSPENDED:
-                moved_at += now - checked_at
-            if liveness.ticks != ticks or _is_in_debugger():
-                ticks, moved_at = liveness.ticks, now
-            checked_at = now
-            if self.heartbeats.alarm or now - moved_at > self.limit:
-                self._end(now - moved_at)
+            self.heartbeats.unanswered += TICK
+            is_alive = liveness.ticks != ticks or _is_in_debugger()
+            ticks, silent = liveness.ticks, 0.0 if is_alive else silent + TICK
+            if self.heartbeats.alarm or silent > self.limit:
+                self._end(silent)
                 return
             if (lost := self.heartbeats.silent_node()) is not None:
                 self._end_without(lost)
@@ -111,8 +293,8 @@ class Watchdog:
             # Exit if a rank of another node has failed. On one machine, torch's agent ends the
             # other ranks. A rank that has failed itself is already leaving.
             if self.ranks.nodes > 1 and self.heartbeats.failed and not self.heartbeats.is_leaving:
-                leave_at = leave_at or now + LEAVE
-                if now > leave_at or self.heartbeats.lost:
+                leaving += TICK
+                if leaving > LEAVE or self.heartbeats.lost:
                     self.before_exit()
                     _exit()
 
@@ -120,9 +302,7 @@ class Watchdog:
         """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
         block for minutes. `lost`: last heartbeat of the node.
         """
-        reason = (
-            f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT:.0f} s, last seen in {lost}"
-        )
+        reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT} s, last seen in {lost}"
         # Exit in `finally`, because writing the log fails if the disk is full.
         try:
             self._log_stacks(reason)
@@ -166,7 +346,7 @@ class Watchdog:
             self._record(
                 failed, f"{reason}; if it is only slow, raise parallel.{limit_key}", "NoProgress"
             )
-            if failed.rank != recorder and failed.machine == mine.machine and failed.pid:
+            if failed.rank != recorder and failed.node == mine.node and failed.pid:
                 _kill(failed.pid)
             self.before_exit()
             if self.store is not None:
@@ -189,7 +369,14 @@ class Watchdog:
         faulthandler.dump_traceback(file=self.log, all_threads=True)
 
     def _record(self, failed: Heartbeat, reason: str, exception: str) -> None:
-        record = self.heartbeats.record_of(failed, reason, exception)
+        record = record_of(
+            failed.rank,
+            self.folder,
+            reason,
+            host=failed.host,
+            attempt=self.ranks.restart_count,
+            exception=exception,
+        )
         if failed.rank == self.ranks.rank:
             stack = traceback.format_stack(_main_frame())
             record["traceback"] = "".join(

@@ -18,7 +18,7 @@ from typing import Any
 
 from timm_parallel.app import current, root
 from timm_parallel.keys import STRATEGIES, ParallelConfig
-from timm_parallel.launch.supervisor import with_project_on_path
+from timm_parallel.launch.job import with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import Driver
 from timm_parallel.machine.process import SAFE_PATH

@@ -48,7 +48,7 @@ def run_multirun(
     settings = command.config.sweep
     earlier = None if settings.resume is None else Path(settings.resume)
     if earlier is None:
-        for line in dict.fromkeys(line for point in points for line in point.notices):
+        for line in {point.notice for point in points if point.notice}:
             print(line, flush=True)
     if settings.tune and earlier is None:
         points = settings_to_try(command, points)

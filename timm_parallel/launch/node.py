@@ -8,16 +8,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from timm_parallel.app import find_app
 from timm_parallel.cluster.kubernetes import address_of_pod
 from timm_parallel.cluster.slurm import NODE_LOST, WARNED, address_of_step
 from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
-from timm_parallel.faults.heartbeat import publish_failure, published_failures
+from timm_parallel.faults.failure import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
+from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits, run_ranks
 from timm_parallel.launch.rendezvous import (
     POLL_SECONDS,
     Rendezvous,
@@ -29,21 +28,14 @@ from timm_parallel.launch.rendezvous import (
     refuse_others,
     share_config,
 )
-from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
 from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_text
-from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 # Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
 # up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
-# Seconds for the other nodes to report how their ranks ended.
-REPORT_SECONDS = 6.0
 
 
 # Install the signal handler before the ranks start, because SIGUSR1 would otherwise end this
@@ -60,13 +52,8 @@ def main(folder: Path, origin: Path) -> int:
         address = find_address()
         if address.node > 0:
             return run_follower_node(origin, address)
-        if not (origin / "config.yaml").exists():
-            raise ValueError(
-                f"{origin}: node 0 ({host_name()}) finds no config.yaml in this folder; use a "
-                "folder that node 0 can read"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
         config = load_config(origin)
+        folder.mkdir(parents=True, exist_ok=True)
         if not _earlier_start_has_ended(folder, config.parallel.start_timeout):
             return NODE_LOST
         with lock_folder(folder):
@@ -126,11 +113,6 @@ def find_address() -> NodeAddress:
     """
     if "JOB_COMPLETION_INDEX" in os.environ:
         return address_of_pod(int(os.environ["JOB_COMPLETION_INDEX"]))
-    if "SLURM_STEP_NODELIST" not in os.environ:
-        raise ValueError(
-            "SLURM_STEP_NODELIST: not set, although this command runs one node of a job; start it "
-            "with srun, or on Kubernetes by job.yaml"
-        )
     count = int(os.environ["SLURM_STEP_NUM_NODES"])
     return address_of_step(int(os.environ["SLURM_NODEID"]), count) if count > 1 else NodeAddress()
 
@@ -162,8 +144,9 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        ended.records = _wait_for_cause(
-            ranks_store(rendezvous.store, 0), folder, config.parallel.devices
+        # The ranks of this node have waited for the cause of a lost connection.
+        ended.records = published_failures(
+            ranks_store(rendezvous.store, 0), config.parallel.devices
         )
     code = conclude(config, folder, ended)
     has_progress = _checkpoints(folder) != checkpoints_before
@@ -192,10 +175,7 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
     # start_timeout.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
-    received = receive_config(rendezvous.store, address.node)
-    if isinstance(received, str):
-        raise ValueError(received)
-    config, folder = received
+    config, folder = receive_config(rendezvous.store, address.node)
     # Delete failure records that an earlier attempt left on the disk of this node.
     ranks_per_node = config.parallel.devices // address.nodes
     for rank in range(address.node * ranks_per_node, (address.node + 1) * ranks_per_node):
@@ -223,24 +203,9 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     """Connect this node to the key-value store that node 0 creates. Publish the hardware of this
     node in the store. `seconds`: time to wait for node 0.
     """
-    with imports_without_gc():
-        import torch.distributed  # noqa: F401  # Rendezvous needs it
     rendezvous = Rendezvous(address, seconds)
     publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous
-
-
-def _wait_for_cause(store: Store, folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Wait up to REPORT_SECONDS until some rank has published a failure other than a lost
-    connection. Return all failure records that ranks of all nodes have published.
-    """
-    records: list[dict[str, Any]] = []
-    for _ in range(20):
-        records = published_failures(store, world_size)
-        if failure.cause_is_known(folder) or not all(record["is_echo"] for record in records):
-            break
-        time.sleep(REPORT_SECONDS / 20)
-    return records
 
 
 def _checkpoints(folder: Path) -> set[str]:

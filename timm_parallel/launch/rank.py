@@ -22,11 +22,11 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.faults.failure import (
     failure_record,
     log_file,
+    publish_failure,
     report_descriptor,
     report_failure,
     write_failure,
 )
-from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
@@ -128,7 +128,7 @@ def run_rank(
                     publish_failure(store, record)
                 report_failure(record)
                 # Another run may have a folder of this name by now.
-                if not place.is_gone():
+                if not place.problem():
                     write_failure(folder, record)
                 if record["is_echo"] and ranks.nodes > 1:
                     heartbeats.wait_for_cause()

@@ -21,6 +21,7 @@ import psutil
 from timm_parallel.app import code_hashes
 from timm_parallel.cluster.slurm import address_of_step
 from timm_parallel.config.compose import load_config
+from timm_parallel.errors import RefusedError
 from timm_parallel.keys import ParallelConfig, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
@@ -306,9 +307,10 @@ def refuse_others(store: Store, count: int, reason: str) -> None:
         )
 
 
-def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | str:
-    """Wait for the config that rank 0 publishes. Return (config, run folder), or the reason why the
-    run does not start. The run folder is created on this node if it is missing.
+def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path]:
+    """Wait for the config that rank 0 publishes. Return (config, run folder). The run folder is
+    created on this node if it is missing. Raises RefusedError with the reason if the run does not
+    start.
 
     `index`: number of this process.
     """
@@ -316,7 +318,7 @@ def receive_config(store: Store, index: int) -> tuple[ResolvedConfig, Path] | st
     shared = json.loads(store.get(CONFIG))
     if "refused" in shared:
         store.set(f"left/{index}", "")
-        return str(shared["refused"])
+        raise RefusedError(shared["refused"])
     folder, text = Path(shared["folder"]), shared["config"]
     path = folder / "config.yaml"
     try:

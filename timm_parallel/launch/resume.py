@@ -12,7 +12,6 @@ considered. If none is unfinished, a new run starts.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ from timm_parallel.keys import (
     ParallelConfig,
     ResolvedConfig,
     is_below,
-    is_out_of_time,
     leaves,
     strategy_options,
 )
@@ -41,13 +39,21 @@ from timm_parallel.machine.files import is_locked
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.environment import CODE_DIFF
-from timm_parallel.record.result import Result, check_format, read_result, read_status
+from timm_parallel.record.result import check_format, read_status
 
 # Config keys that a resumed run may not change. Strategy, devices and length of the training may
 # change.
 MUST_STAY = ("model", "data", "seed", "optim.opt", "train.accumulate")
 MAY_CHANGE = ("data.workers", "data.on_error", "data.root", "model.compile", "model.freeze")
 AUTO = ("auto", "auto_or_new")
+# Config keys with which a finished run may train further.
+LIMITS = (
+    "train.epochs",
+    "train.max_steps",
+    "train.max_minutes",
+    "train.early_stop",
+    "checkpoint.metric",
+)
 # Config keys and groups that do not affect the training.
 NOT_TRAINING = (
     "resume",
@@ -163,13 +169,11 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
             f"{change}: cannot change when a run continues (resume={folder}); start a new run "
             "without resume, or set resume_strict=false"
         )
-    if (
-        read_status(folder) == "done"
-        and (limit := _reached_limit(config, saved, read_result(folder))) is not None
-    ):
+    changed = {key for key, _, _ in _changes(config, saved)}
+    if read_status(folder) == "done" and changed.isdisjoint(LIMITS):
         raise ValueError(
-            f"resume={folder}: this run is done: {limit} is reached; give a larger value to "
-            "continue it"
+            f"resume={folder}: this run is done; to continue it, give a larger train.epochs, or "
+            f"another value of {', '.join(LIMITS[1:])}"
         )
 
 
@@ -317,32 +321,3 @@ def _other_training(config: ResolvedConfig, before: ResolvedConfig) -> str | Non
         f"parallel.devices={config.parallel.devices}: data.batch_size_per_device makes the global "
         f"batch {config.global_batch} (was {before.global_batch})"
     )
-
-
-def _reached_limit(config: ResolvedConfig, before: ResolvedConfig, result: Result) -> str | None:
-    """Return the limit, e.g. `train.epochs=3`, that a finished run has reached. Return None if the
-    config lets the run train further.
-
-    `before`: the saved config of the run. `result`: its result.json.
-    """
-    train, last = config.train, before.train
-    if train.max_steps is not None and result.steps >= train.max_steps:
-        return f"train.max_steps={train.max_steps}"
-    if result.epochs >= train.epochs:
-        return f"train.epochs={train.epochs}"
-    seconds = result.seconds.get("training", 0.0)
-    if is_out_of_time(train, seconds):
-        return f"train.max_minutes={train.max_minutes:g}"
-    # Only train.early_stop ends a run before its other limits. Its count starts again if
-    # checkpoint.metric changes.
-    stopped_early = result.epochs < last.epochs and result.steps < (last.max_steps or math.inf)
-    stopped_early &= not is_out_of_time(last, seconds)
-    is_same_metric = config.checkpoint.metric == before.checkpoint.metric
-    if (
-        stopped_early
-        and is_same_metric
-        and train.early_stop is not None
-        and train.early_stop <= (last.early_stop or 0)
-    ):
-        return f"train.early_stop={train.early_stop}"
-    return None

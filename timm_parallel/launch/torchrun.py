@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
-from timm_parallel.faults.heartbeat import published_failures
+from timm_parallel.errors import RefusedError
+from timm_parallel.faults.failure import (
+    ENDED_BY_AGENT,
+    RankExits,
+    first_failure,
+    published_failures,
+)
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
 from timm_parallel.launch import rendezvous
-from timm_parallel.launch.job import conclude, prepare
+from timm_parallel.launch.job import conclude, prepare, run_agent
 from timm_parallel.launch.rank import run_rank, train
 from timm_parallel.launch.rendezvous import open_store
-from timm_parallel.launch.supervisor import run_agent
 from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.process import kill_on_parent_exit, terminate_descendants
 from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
@@ -88,7 +92,7 @@ def _run_and_report(config: ResolvedConfig, folder: Path, ranks: Ranks, store: S
         # Read the key-value store on node 0 only, because other nodes may have lost the connection
         # to it.
         records = published_failures(store, ranks.world_size) if ranks.node == 0 else []
-        return RankExits(folder_problem=place.problem if place.is_gone() else "", records=records)
+        return RankExits(folder_problem=place.problem(), records=records)
 
     def report_end(ended: RankExits) -> int:
         if ranks.node == 0:
@@ -136,14 +140,14 @@ def run_follower(ranks: Ranks) -> int:
     """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
-    received = rendezvous.receive_config(store, ranks.rank)
-    if not isinstance(received, str):
-        return _run_and_report(*received, ranks, store)
-    if ranks.node > 0 and ranks.is_first_of_node:
-        # Raise the reason on the first rank of each other node, so that the node's console shows
-        # it. Rank 0 prints the reason on its own node.
-        raise ValueError(received)
-    return 2
+    try:
+        config, folder = rendezvous.receive_config(store, ranks.rank)
+    except RefusedError:
+        # Print the reason on the console of each other node. Rank 0 prints it on its own node.
+        if ranks.node > 0 and ranks.is_first_of_node:
+            raise
+        return 2
+    return _run_and_report(config, folder, ranks, store)
 
 
 def remembered_folder(ranks: Ranks | None) -> Path | None:

@@ -267,23 +267,18 @@ class RunFolder:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def is_gone(self) -> bool:
-        """Return True if the run folder was deleted or moved, or if another folder now has its
-        name.
+    def problem(self) -> str:
+        """Return a message if the run folder was deleted or moved, or if another folder now has its
+        name. The text is empty otherwise.
         """
         try:
             found = [path.stat() for path in self._marks]
-            return self._descriptor is not None and not os.path.samestat(
-                found[0], os.fstat(self._descriptor)
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        # Ignore an error of a network file system, which may respond again later.
-        except OSError:
-            return False
-
-    @property
-    def problem(self) -> str:
+            if self._descriptor is None or os.path.samestat(found[0], os.fstat(self._descriptor)):
+                return ""
+        except OSError as error:
+            # Ignore other errors of a network file system, which may respond again later.
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                return ""
         return (
             f"{self.path}: this run folder was deleted or moved, so the run cannot save "
             "anything and ends"

@@ -292,26 +292,10 @@ def has_mps() -> bool:
 @cache
 def torch_cuda() -> str | None:
     """Return the CUDA version that torch was built for; None for a build without CUDA."""
-    return _search_torch("version.py", r"^cuda\b[^=]*= '([^']*)'")
-
-
-@cache
-def other_gpus() -> str | None:
-    """Return the type of GPUs that torch was built for if they are not NVIDIA's, e.g. `ROCm 6.4` or
-    `XPU 20250301`; None otherwise.
-    """
-    for name, variable in (("ROCm", "hip"), ("XPU", "xpu")):
-        if version := _search_torch("version.py", rf"^{variable}\b[^=]*= '([^']*)'"):
-            return f"{name} {version}"
-    return None
-
-
-def _search_torch(file: str, pattern: str) -> str | None:
-    """Search a file of the torch package with a regular expression, without importing torch. Return
-    group 1 of the first match; None without a match.
-    """
     spec = importlib.util.find_spec("torch")
-    return _search(Path(spec.origin).parent / file, pattern) if spec and spec.origin else None
+    if spec is None or spec.origin is None:
+        return None
+    return _search(Path(spec.origin).with_name("version.py"), r"^cuda\b[^=]*= '([^']*)'")
 
 
 def _search(path: Path, pattern: str) -> str | None:

@@ -8,8 +8,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -66,19 +64,6 @@ def first_difference(described: list[tuple[str, dict[str, str]]]) -> str:
     return ""
 
 
-@cache
-def machine_id() -> str:
-    """Return an id of this machine. Two processes with the same id can send signals to each other
-    by process id, because they have the same boot and the same pid namespace.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    # Use the host name on systems other than Linux.
-    except OSError:
-        return socket.gethostname()
-
-
 @dataclass(frozen=True)
 class NodeAddress:
     """Number of this node, number of nodes, and address of the key-value store on node 0."""
@@ -110,17 +95,7 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks | None:
             f"{present[0]}={environment[present[0]]}: is set, but {', '.join(missing)} is missing; "
             f"{fix}"
         )
-    # A text that is no number counts as -1, which is out of bounds.
-    given = [environment[name] for name in names]
-    rank, world_size, local_rank, local_world_size = (
-        int(text) if text.isdecimal() else -1 for text in given
-    )
-    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
-        shown = ", ".join(f"{name}={text}" for name, text in zip(names, given, strict=True))
-        raise ValueError(
-            f"{shown}: expected integers with RANK < WORLD_SIZE and LOCAL_RANK < "
-            f"LOCAL_WORLD_SIZE; {fix}"
-        )
+    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in names)
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     node = int(environment.get("GROUP_RANK", rank // local_world_size))
     nodes = int(environment.get("GROUP_WORLD_SIZE", math.ceil(world_size / local_world_size)))
@@ -177,13 +152,6 @@ def starter() -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]. Return an empty list
-    for an invalid text.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return []
-        counts += [int(match.group(1))] * int(match.group(2) or 1)
-    return counts
+    """Parse Slurm's list of tasks per node: `2(x3),1` becomes [2, 2, 2, 1]."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))]

@@ -267,7 +267,7 @@ class Job:
     # The status is waiting, running, or a status of result.json.
     status: str = "waiting"
     reason: str = ""
-    # Error code from errors.py that says why the job was skipped. Empty if the reason has no code.
+    # `refused` if a version of the code rejected the config of a verdict, otherwise empty.
     code: str = ""
     started: str | None = None
     ended: str | None = None

@@ -437,8 +437,8 @@ class Training:
             contents = restoring.checkpoint_of(self.parts, self._segments)
             if self._strategy.group.is_first:
                 # A folder of this name may now belong to another run.
-                if self._place.is_gone():
-                    raise OSError(self._place.problem)
+                if problem := self._place.problem():
+                    raise OSError(problem)
                 folder, keep = self.folder / "checkpoints", self._config.checkpoint.keep
                 checkpoint.save(folder, contents, self.parts.progress.step, keep, is_best)
 

@@ -153,7 +153,7 @@ def warm_ranks(
     start_rank: object = None,
 ) -> RankExits:
     """Train a run in forked ranks without torch's elastic agent, and return the exit codes of the
-    ranks. Tests use this function in place of `supervisor.run_ranks`.
+    ranks. Tests use this function in place of `job.run_ranks`.
 
     The run folder must already contain the saved config. If a rank fails, the other ranks are
     ended, as the agent does. `environment` holds additional environment variables. `first` is a

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from timm_parallel.faults import heartbeat
+from timm_parallel.faults import watchdog
 from timm_parallel.faults.stop import StopCoordinator
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import exit_after_stop_signal, stop_handler
@@ -144,18 +144,18 @@ def test_rank_finishes_a_long_c_call_after_sigterm_unless_another_rank_has_exite
 def test_rank_detects_that_another_rank_has_left_when_the_heartbeats_of_that_rank_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "TICK", 0.05)
-    monkeypatch.setattr(heartbeat, "LEFT", 0.4)
+    monkeypatch.setattr(watchdog, "TICK", 0.05)
     store = HashStore()
-    pair = [heartbeat.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
-    for each in pair:
-        each.start()
+    pair = [watchdog.Heartbeats(Ranks(rank, 2, rank, 2), store, tmp_path) for rank in range(2)]
+    over = [threading.Event(), threading.Event()]
+    for each, end in zip(pair, over, strict=True):
+        threading.Thread(target=each.publish, args=(end,), daemon=True).start()
     until = time.monotonic() + 1
     while time.monotonic() < until:
         assert not pair[0].peer_has_left()
         time.sleep(0.05)
-    pair[1].close()
+    over[1].set()
     while not pair[0].peer_has_left():
         time.sleep(0.05)
-    pair[0].close()
-    assert not heartbeat.Heartbeats(Ranks(), None, tmp_path).peer_has_left()
+    over[0].set()
+    assert not watchdog.Heartbeats(Ranks(), None, tmp_path).peer_has_left()

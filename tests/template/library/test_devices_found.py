@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from src.app import app
 from tests.template.runs import resolved
 from timm_parallel.config.compose import compose_command, device_counts
-from timm_parallel.config.resolve import notices, resolve
-from timm_parallel.entry import run_command
+from timm_parallel.config.resolve import notice, resolve
 from timm_parallel.keys import Config
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice, Driver, Gpu
@@ -46,17 +44,17 @@ def composed(*words: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("words", "batch", "count", "used", "nearest"),
+    ("words", "batch", "count", "used"),
     [
-        ((), 64, 0, 1, None),
-        (("parallel=ddp",), 64, 0, min(2, hardware.cores()), None),
-        (("parallel=dp",), 64, 1, 1, None),
-        ((), 64, 6, 4, "60, 66"),
-        (("parallel=dp",), 64, 6, 4, "60, 66"),
-        (("parallel=ddp",), 64, 8, 8, None),
-        ((), 96, 6, 6, None),
-        ((), 61, 4, 1, "60, 64"),
-        ((), 6, 8, 6, "8"),
+        ((), 64, 0, 1),
+        (("parallel=ddp",), 64, 0, min(2, hardware.cores())),
+        (("parallel=dp",), 64, 1, 1),
+        ((), 64, 6, 4),
+        (("parallel=dp",), 64, 6, 4),
+        (("parallel=ddp",), 64, 8, 8),
+        ((), 96, 6, 6),
+        ((), 61, 4, 1),
+        ((), 6, 8, 6),
     ],
 )
 def test_auto_devices_is_the_largest_gpu_count_that_divides_the_batch(
@@ -64,7 +62,6 @@ def test_auto_devices_is_the_largest_gpu_count_that_divides_the_batch(
     batch: int,
     count: int,
     used: int,
-    nearest: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine_of(monkeypatch, count)
@@ -74,26 +71,6 @@ def test_auto_devices_is_the_largest_gpu_count_that_divides_the_batch(
     chosen = "ddp" if used > 1 else "single"
     assert parallel.strategy == (words[0].partition("=")[2] if words else chosen)
     assert (parallel.devices, parallel.accelerator) == (used, "cuda" if count else "cpu")
-    start = f"parallel.devices=auto: {used} of {count} CUDA devices, because data.batch_size="
-    lines = notices(config, resolve(config))
-    assert [(line.startswith(start), line.rpartition(": ")[2]) for line in lines] == (
-        [(True, nearest)] if nearest else []
-    )
-
-
-@pytest.mark.parametrize("mode", [(), ("-m", "optim.lr=0.1,0.2,0.3", "sweep.dry_run=true")])
-def test_train_py_reports_unused_gpus_once_for_a_run_or_a_sweep(
-    mode: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    machine_of(monkeypatch, 6)
-    monkeypatch.setattr("timm_parallel.launch.job.run_job", lambda config, folder: 0)
-    run = f"hydra.run.dir={tmp_path / 'run'}"
-    monkeypatch.setattr(sys, "argv", ["train.py", "parallel=ddp", run, *mode])
-    assert run_command(app) == 0
-    assert capsys.readouterr().out.count("4 of 6 CUDA devices") == 1
 
 
 def test_explicit_device_settings_are_not_adjusted_to_batch_size(
@@ -219,8 +196,10 @@ def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     driver = ask(monkeypatch, fake, visible=visible)
     assert driver.devices == () and driver.problem is not None and reason in driver.problem
     monkeypatch.setattr(hardware, "cuda", lambda: driver)
-    lines = notices(composed(), resolve(composed()))
-    assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0]
+    line = notice(composed(), resolve(composed()))
+    assert reason in line and "\n" not in line
+    on_cpu = composed("parallel.accelerator=cpu")
+    assert notice(on_cpu, resolve(on_cpu)) == ""
     with pytest.raises(ValueError, match="accelerator=cuda") as refusal:
         resolve(composed("parallel.accelerator=cuda"))
     assert reason in str(refusal.value)
@@ -228,37 +207,6 @@ def test_notice_explains_why_gpus_are_unusable_when_auto_falls_back_to_cpu(
     assert ask(monkeypatch, None, shown=False) == Driver()
     for hidden in ("", "-1"):
         assert ask(monkeypatch, FakeDriver(), visible=hidden) == Driver()
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("hip: Optional[str] = '6.4.43482'", "ROCm 6.4.43482"),
-        ("hip = None\nxpu: Optional[str] = '20250301'", "XPU 20250301"),
-    ],
-)
-def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
-    text: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\n{text}\n")
-    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
-    for function in (hardware.other_gpus, hardware.torch_cuda):
-        function.cache_clear()
-    try:
-        assert (hardware.other_gpus(), hardware.torch_cuda()) == (kind, None)
-    finally:
-        monkeypatch.undo()
-        for function in (hardware.other_gpus, hardware.torch_cuda):
-            function.cache_clear()
-    machine_of(monkeypatch, 0)
-    monkeypatch.setattr(hardware, "other_gpus", lambda: kind)
-    [line] = notices(composed(), resolve(composed()))
-    assert line.startswith("parallel.accelerator=auto: ") and kind in line
-    assert (
-        notices(composed("parallel.accelerator=cpu"), resolve(composed("parallel.accelerator=cpu")))
-        == []
-    )
 
 
 def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.template.runs import parts_of, resolved, run_warm, tiny, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
 from timm_parallel.launch import node, rendezvous, torchrun
+from timm_parallel.launch.job import RankExits
 from timm_parallel.launch.rendezvous import (
     NodeInventory,
     collect_inventories,
@@ -32,7 +33,6 @@ from timm_parallel.launch.rendezvous import (
     listen_towards,
     publish_inventory,
 )
-from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.ranks import (
     NEEDED,
@@ -120,9 +120,7 @@ def test_ranks_of_mpirun_or_without_a_variable_of_slurm_are_refused(
         ranks_from_environment(environment)
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])]
-)
+@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", [])])
 def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
 
@@ -559,7 +557,5 @@ def test_config_error_is_printed_once_when_ranks_are_started_externally(train: T
 def test_sweep_is_refused_under_torchrun(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NEEDED:
         monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "2"))
-    monkeypatch.setattr(
-        "timm_parallel.launch.torchrun.refuse_followers", lambda ranks, reason: None
-    )
+    monkeypatch.setattr("timm_parallel.entry.refuse_followers", lambda ranks, reason: None)
     assert "python train.py -m" in refuse("-m", "parallel=ddp")

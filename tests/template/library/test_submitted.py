@@ -12,8 +12,7 @@ from timm_parallel.lab.jobs import slurm as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.slurm import SlurmJob, SlurmQueue, update
 from timm_parallel.lab.multirun import run_multirun
-from timm_parallel.launch.job import conclude, run_job
-from timm_parallel.launch.supervisor import RankExits
+from timm_parallel.launch.job import RankExits, conclude, run_job
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.result import Job, Result, read_jobs, write_result
 

@@ -12,7 +12,7 @@ import yaml
 from evaluate import main as evaluate
 from scripts.predict import main as predict
 from src.schema import Config
-from timm_parallel.config.suggest import OTHER_NAMES, is_declared, is_known, key_hint
+from timm_parallel.config.explain import OTHER_NAMES, is_declared, is_known, key_hint
 from timm_parallel.keys import leaves
 from timm_parallel.testing.commands import Refuse
 

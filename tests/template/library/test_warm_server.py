@@ -27,7 +27,7 @@ from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.launch import fork_server, rank
 from timm_parallel.launch.fork_server import _check_is_forkable, run_and_exit
-from timm_parallel.launch.supervisor import with_project_on_path
+from timm_parallel.launch.job import with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.record.result import read_jobs, read_result
 from timm_parallel.testing.commands import processes_of

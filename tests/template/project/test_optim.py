@@ -19,7 +19,7 @@ from src.tasks.images import ImageTask
 from src.train.optim import build_learning, build_optimizer, build_schedule
 from tests.template.runs import resolved
 from timm_parallel import Metric
-from timm_parallel.config.suggest import timm_optimizers
+from timm_parallel.config.explain import timm_optimizers
 from timm_parallel.keys import StrategyTraits
 
 # Optimizers of Apex and bitsandbytes need CUDA and more packages. Compiling kron, kronc or kronw

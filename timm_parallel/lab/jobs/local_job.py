@@ -15,8 +15,7 @@ from pathlib import Path
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.lab.jobs.scheduler import Requirement, share_of
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
-from timm_parallel.launch.job import job_command
-from timm_parallel.launch.supervisor import with_project_on_path
+from timm_parallel.launch.job import job_command, with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import limit_job
 from timm_parallel.record.result import (

@@ -33,7 +33,7 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.jobs.local_job import LocalJob, Watch, sync_from_result
 from timm_parallel.lab.jobs.scheduler import Requirement
-from timm_parallel.launch.supervisor import SAFE_PATH
+from timm_parallel.launch.job import SAFE_PATH
 from timm_parallel.machine.files import lock_folder, write_text
 from timm_parallel.record.result import UNFINISHED, Job, Jobs, Result, read_jobs, read_status
 

@@ -18,8 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from timm_parallel.config.compose import Command, to_config
-from timm_parallel.config.explain import explain
-from timm_parallel.config.suggest import is_known, key_hint
+from timm_parallel.config.explain import explain, is_known, key_hint
 from timm_parallel.keys import Config
 from timm_parallel.lab.sweep.points import Point, make_point, settle, task_overrides
 from timm_parallel.machine.files import write_text

@@ -12,7 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from timm_parallel.config.compose import (
     to_config,
 )
 from timm_parallel.config.explain import explain
-from timm_parallel.config.resolve import notices, resolve
+from timm_parallel.config.resolve import notice, resolve
 from timm_parallel.config.validate import check_combination
 from timm_parallel.keys import Config, SearchConfig, leaves
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
@@ -155,10 +155,8 @@ class Point:
     config: Config
     # The reason why the configuration cannot run on this machine. Empty if it can.
     reason: str = ""
-    # Identifier of the reason why the configuration cannot run, for programs. Empty if it has none.
-    code: str = ""
-    # Notes on values that `auto` chose and that may surprise the user.
-    notices: list[str] = field(default_factory=list)
+    # Message that `auto` chose the CPU although there are NVIDIA devices.
+    notice: str = ""
 
 
 def expand(arguments: Any) -> tuple[Command, list[Point]]:
@@ -248,9 +246,9 @@ def settle(point: Point) -> None:
         check_combination(point.config)
         check_task(point.config)
         config, point.config = point.config, resolve(point.config)
-        point.notices = notices(config, point.config)
+        point.notice = notice(config, point.config)
     except ValueError as error:
-        point.reason, point.code = hide(str(error)), getattr(error, "code", "")
+        point.reason = hide(str(error))
 
 
 def make_point(
@@ -296,7 +294,7 @@ def freeze_job(folder: Path, job: Job, point: Point) -> None:
     that cannot run on this machine is only marked as skipped.
     """
     if point.reason:
-        job.status, job.reason, job.code = "skipped", point.reason, point.code
+        job.status, job.reason = "skipped", point.reason
         return
     claim_job_folder(folder, job)
     target = config_folder(folder, job)

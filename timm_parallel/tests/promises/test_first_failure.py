@@ -21,16 +21,14 @@ from timm_parallel.faults.failure import (
     RankExits,
     failure_record,
     first_failure,
+    publish_failure,
+    published_failures,
     record_of,
     write_failure,
 )
-from timm_parallel.faults.heartbeat import (
-    Heartbeat,
-    publish_failure,
-    published_failures,
-)
+from timm_parallel.faults.watchdog import Heartbeat
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.launch import job, node, rendezvous, supervisor, torchrun
+from timm_parallel.launch import job, node, rendezvous, torchrun
 from timm_parallel.launch.job import conclude, prepare, record_end
 from timm_parallel.machine.ranks import NodeAddress, Ranks
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
@@ -213,11 +211,9 @@ def test_failure_reason_is_printed_and_recorded_when_the_failure_record_cannot_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = single()
-    run_child = supervisor._run_child
+    run_child = job._run_child
     command = [sys.executable, "-c", FULL, str(tmp_path)]
-    monkeypatch.setattr(
-        supervisor, "_run_child", lambda *given: run_child(command, config.parallel)
-    )
+    monkeypatch.setattr(job, "_run_child", lambda *given: run_child(command, config.parallel))
     assert job.run_job(config, tmp_path) == 1
     assert read_result(tmp_path).reason == "the disk is full"
     assert capsys.readouterr().err.splitlines()[0] == "Failed: the disk is full"
@@ -255,8 +251,8 @@ def test_failure_reason_in_the_torch_store_is_not_replaced_by_an_exit_code(
 def test_run_ranks_reports_a_stop_signal_only_when_no_rank_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], stopped_by: int | None
 ) -> None:
-    monkeypatch.setattr(supervisor, "_run_child", lambda *given: RankExits(exit_codes=codes))
-    assert supervisor.run_ranks(single(), tmp_path).signal == stopped_by
+    monkeypatch.setattr(job, "_run_child", lambda *given: RankExits(exit_codes=codes))
+    assert job.run_ranks(single(), tmp_path).signal == stopped_by
 
 
 DEAF = """
@@ -301,10 +297,10 @@ def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
                 os.kill(os.getpid(), signal.SIGTERM)
             super().start()
 
-    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(supervisor.threading, "Timer", Timer)
+    monkeypatch.setattr(job, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(job.threading, "Timer", Timer)
     command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
-    ended = supervisor._run_child(command, single().parallel)
+    ended = job._run_child(command, single().parallel)
     assert (ended.signal, ended.exit_codes, len(starts)) == (
         signal.SIGTERM,
         {0: -signal.SIGKILL},

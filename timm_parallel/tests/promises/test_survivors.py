@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from timm_parallel.launch import supervisor
+from timm_parallel.launch import job
 from timm_parallel.machine.process import terminate_descendants
 from timm_parallel.tests.small_runs import resolved
 
@@ -84,7 +84,7 @@ def test_rank_ends_when_the_launcher_dies_during_startup() -> None:
 
 
 def test_environment_of_ranks_contains_the_pid_of_the_launcher() -> None:
-    assert supervisor._environment(resolved().parallel)["RUN_LAUNCHER"] == str(os.getpid())
+    assert job._environment(resolved().parallel)["RUN_LAUNCHER"] == str(os.getpid())
 
 
 @pytest.mark.processes

@@ -126,7 +126,7 @@ def test_write_to_closed_stdout_does_not_raise() -> None:
     """
     code = (
         "import logging, os, rich, sys\n"
-        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
+        "from timm_parallel.machine.process import keep_running_without_stdout\n"
         "keep_running_without_stdout()\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "for _ in range(3):\n"
@@ -166,7 +166,7 @@ def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
     code = (
         "import logging, os, subprocess, sys\n"
         "from timm_parallel.config.arguments import errors_in_one_line\n"
-        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
+        "from timm_parallel.machine.process import keep_running_without_stdout\n"
         f"{opened}\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "print('x' * 99999, flush=True)\n"

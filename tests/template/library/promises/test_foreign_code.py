@@ -124,7 +124,7 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
         # the library has imported from another package.
         "model.name=timm_parallel.machine.process.kill_on_parent_exit",
         "model.name=src.models.build.nn",
-        "data.name=timm_parallel.launch.supervisor.contextmanager",
+        "data.name=timm_parallel.launch.job.contextmanager",
         "search.storage=postgresql+evil://host/db",
     ],
 )

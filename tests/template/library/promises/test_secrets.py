@@ -16,7 +16,7 @@ from src.schema import Config, OptimConfig, ResolvedConfig
 from tests.template.runs import ROOT, resolved
 from timm_parallel import keys
 from timm_parallel.checked_configs import evaluation_config
-from timm_parallel.config.compose import compose_command, load_config, run_in_hydra, save_config
+from timm_parallel.config.compose import compose_command, hydra_files, load_config, save_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SearchConfig
@@ -118,11 +118,8 @@ def save_by_command(folder: Path, *words: str) -> keys.ResolvedConfig:
     config = resolve(command.config)
     folder.mkdir()
 
-    def save(here: Path) -> int:
+    with hydra_files(command, folder) as here:
         save_config(config, here)
-        return 0
-
-    assert run_in_hydra(command, folder, save) == 0
     return config
 
 
