@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -188,6 +187,10 @@ def write_predictions(predictions: Predictions, form: str, output: Path | None) 
 
     `form`: console, csv or json.
     """
+    # Import pandas here, because its import starts a thread, and a sweep forks a process that has
+    # imported this module.
+    import pandas as pd
+
     columns = next((list(values) for values in predictions.values() if values is not None), [])
     rows = [
         {"path": path, **(dict.fromkeys(columns) if values is None else values)}

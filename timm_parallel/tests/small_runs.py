@@ -10,11 +10,14 @@ import torch
 from small.config import ResolvedConfig
 from torch import Tensor
 
+from timm_parallel.app import find_app
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.run import run
 from timm_parallel.run.run import Run
 from timm_parallel.testing import configs
 
+# Importing this app makes the small project the current one, also in a forked rank.
+find_app("small.app:app")
 PROJECT = Path(__file__).with_name("small_project")
 SGD = ("optim.opt=momentum", "optim.lr=0.03")
 # Options of each task. Rounding errors change the weights more with AdamW, which is the default,
