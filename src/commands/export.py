@@ -182,8 +182,9 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     problem_type = _problem_type(trained)
     more = {} if problem_type is None else {"problem_type": problem_type}
     # transformers ignores all class names if there are fewer names than outputs of the model.
-    unnamed = range(len(trained.task.names), trained.model.num_classes)
-    names = [*trained.task.names, *(f"unused_{number}" for number in unnamed)]
+    outputs: Any = trained.model.num_classes
+    names = list(trained.task.names)
+    names += [f"unused_{number}" for number in range(len(names), outputs)]
     loaded_by = export_safetensors(trained, folder, label_names=names, **more)
     write_text(folder / "README.md", _model_card(trained, saved))
     return [

@@ -104,7 +104,7 @@ class MaskDataset(ImageDataset):
 
 
 def _class_names(config: DataConfig) -> list[str]:
-    names = config.kwargs.get("classes")
+    names: Any = config.kwargs.get("classes")
     # YAML reads words such as no, on, null, 1e-3 and 12:30 as another type.
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not is_text or len({unicodedata.normalize("NFC", n) for n in names}) < max(2, len(names)):
@@ -113,7 +113,7 @@ def _class_names(config: DataConfig) -> list[str]:
             "number, e.g. +data.kwargs.classes=[background,road]; in YAML, put quotes around names "
             "that are no text, e.g. classes: ['no', 'yes']"
         )
-    return names
+    return list(names)
 
 
 def _list_masks(config: DataConfig, left_out: Counter[str]) -> Listing:

@@ -54,10 +54,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicted(
-    ranks: Ranks, store: Any, run: Path, images: Path, topk: int = 3, **more: Any
+    ranks: Ranks,
+    store: Any,
+    run: Path,
+    images: Path,
+    topk: int = 3,
+    strategy: str = "single",
+    devices: int = 1,
 ) -> Predictions:
     parallel = ResolvedParallel(
-        **{"strategy": "single", "devices": 1} | more,
+        strategy=strategy,
+        devices=devices,
         accelerator="cpu",
         threads_per_device=1,
         backend="gloo",
