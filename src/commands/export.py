@@ -79,10 +79,8 @@ def base_model(trained: Trained) -> str | None:
     """Return the Hugging Face name of timm's weights from which the run started. Return None if it
     started from other weights.
     """
-    if not trained.config.model.pretrained:
-        return None
-    name: str | None = getattr(trained.model, "pretrained_cfg", {}).get("hf_hub_id")
-    return name
+    is_pretrained, model = trained.config.model.pretrained, trained.model
+    return getattr(model, "pretrained_cfg", {}).get("hf_hub_id") if is_pretrained else None
 
 
 def export_onnx(trained: Trained, folder: Path) -> list[str]:
