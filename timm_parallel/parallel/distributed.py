@@ -105,10 +105,6 @@ class DdpCommunication(Communication):
 
     def __init__(self, wrapped: TimedDistributedDataParallel) -> None:
         self._wrapped = wrapped
-        steps = "every step" if wrapped.device_type == "cpu" else "every tenth step"
-        self.method = (
-            f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
-        )
         self.start_measuring()
 
     def start_measuring(self) -> None:

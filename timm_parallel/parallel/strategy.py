@@ -199,8 +199,6 @@ class Strategy:
 class Communication:
     """Communication of a run on one device, which is zero. Other strategies override this class."""
 
-    method = "one device: none"
-
     def start_measuring(self) -> None:
         """Start a new time window, over which the seconds of communication are averaged."""
 
