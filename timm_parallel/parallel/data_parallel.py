@@ -18,7 +18,7 @@ from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
-from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
+from timm_parallel.parallel.strategy import Communication, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -80,7 +80,7 @@ class DataParallelStrategy(Strategy):
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        return Communication() if len(self.devices) == 1 else UnmeasuredCommunication()
+        return Communication(is_zero=len(self.devices) == 1)
 
     def _spread(self, module: nn.Module, gather_on: torch.device) -> nn.Module:
         dim = self.config.dim or 0
