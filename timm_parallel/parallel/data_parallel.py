@@ -73,7 +73,7 @@ class DataParallelStrategy(Strategy):
 
         The key parallel.output_device is ignored here, because it applies only to training.
         """
-        return networks.replace(model=self._spread(networks["model"], self.device))
+        return Networks({**networks, "model": self._spread(networks["model"], self.device)})
 
     def _count_replicas(self) -> int:
         probe = self._spread(_One().to(self.device), self.device)
