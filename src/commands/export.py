@@ -86,10 +86,8 @@ def base_model(trained: Trained) -> str | None:
     """Return the Hugging Face name of timm's weights from which the run started. Return None if it
     started from other weights.
     """
-    if not trained.config.model.pretrained:
-        return None
-    name: str | None = getattr(trained.model, "pretrained_cfg", {}).get("hf_hub_id")
-    return name
+    is_pretrained, model = trained.config.model.pretrained, trained.model
+    return getattr(model, "pretrained_cfg", {}).get("hf_hub_id") if is_pretrained else None
 
 
 def export_onnx(trained: Trained, folder: Path) -> list[str]:
@@ -190,8 +188,9 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
     problem_type = _problem_type(trained)
     more = {} if problem_type is None else {"problem_type": problem_type}
     # transformers ignores all class names if there are fewer names than outputs of the model.
-    names, outputs = trained.task.names, trained.config.model.num_classes or 0
-    names = [*names, *(f"unused_{number}" for number in range(len(names), outputs))]
+    outputs: Any = trained.model.num_classes
+    names = list(trained.task.names)
+    names += [f"unused_{number}" for number in range(len(names), outputs)]
     loaded_by = export_safetensors(trained, folder, label_names=names, **more)
     write_text(folder / "README.md", _model_card(trained))
     return [

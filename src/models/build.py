@@ -47,14 +47,26 @@ def build_model(
     # model.kwargs may be meant for another model: model.name on the command line replaces only this
     # key of conf/model/<option>.yaml.
     fix = "; give the model.name that they are for, or remove them" if config.kwargs else ""
-    receiver = f"model.name={config.name}"
-    if is_own_class(config.name):
-        with refuse_wrong_arguments("model.kwargs", config.kwargs, receiver, fix=fix):
+    receiver, is_own = f"model.name={config.name}", is_own_class(config.name)
+    errors = () if is_own else (AttributeError, AssertionError)
+    download: AbstractContextManager[None] = nullcontext()
+    if config.pretrained:
+        download = refuse_failed_download(
+            "model.pretrained=true", config.name, "give a file: model.weights=<file>"
+        )
+    with (
+        refuse_wrong_arguments(
+            "model.kwargs",
+            config.kwargs,
+            receiver,
+            *(() if is_own_class(config.name) else errors),
+            fix=fix,
+        ),
+        download,
+    ):
+        if is_own:
             model = _own_model(config, arguments)
-    else:
-        with refuse_wrong_arguments(
-            "model.kwargs", config.kwargs, receiver, AttributeError, AssertionError, fix=fix
-        ):
+        else:
             model = _timm_model(config, arguments, image_size)
     if config.grad_checkpointing:
         try:
@@ -90,8 +102,7 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     model_class = import_class("model.name", config.name, nn.Module)
     if getattr(model_class, "has_pretrained", False):
         arguments["pretrained"] = config.pretrained
-    with _refuse_failed_download_of(config):
-        return model_class(**arguments, **config.kwargs)
+    return model_class(**arguments, **config.kwargs)
 
 
 def _timm_model(
@@ -102,16 +113,7 @@ def _timm_model(
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)
-    with _refuse_failed_download_of(config):
-        return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
-
-
-def _refuse_failed_download_of(config: ModelConfig) -> AbstractContextManager[None]:
-    if not config.pretrained:
-        return nullcontext()
-    return refuse_failed_download(
-        "model.pretrained=true", config.name, "give a file: model.weights=<file>"
-    )
+    return timm.create_model(config.name, pretrained=config.pretrained, **arguments)
 
 
 def _takes_image_size(name: str) -> bool:

@@ -168,22 +168,6 @@ class ClassTask(LossTask):
     known_losses: ClassVar[Mapping[str, ClassLoss]]
     loss: ClassLoss
 
-    @classmethod
-    def own_loss(cls, loss_class: Any) -> ClassLoss:
-        first = next(iter(cls.known_losses.values()))
-        reads = getattr(loss_class, "reads", ())
-
-        def build(config: ResolvedConfig, **given: Any) -> Criterion:
-            if "smoothing" in reads:
-                # Use no label smoothing with mixup or cutmix, because these already smooth the
-                # targets.
-                mixes = config.data.augment.mixes
-                given.setdefault("smoothing", 0.0 if mixes else config.train.smoothing)
-            criterion: Criterion = loss_class(**given)
-            return criterion
-
-        return ClassLoss(build, first.of_samples, reads, first.probabilities, first.has_class_terms)
-
     @property
     def model_outputs(self) -> int:
         """Number of outputs of the model: model.num_classes, which may exceed the number of

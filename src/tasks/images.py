@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,15 +189,21 @@ class LossTask(ImageTask):
         )
 
     @classmethod
-    def own_loss(cls, loss_class: Any) -> Loss:
-        """Build a Loss from a loss class of the project. The first loss of the task computes the
-        evaluation loss.
+    def own_loss(cls, loss_class: Any) -> Any:
+        """Build a loss from a loss class of the project. Everything but the training loss, such as
+        the evaluation loss, is that of the first loss of the task.
         """
-        return Loss(
-            lambda config, **given: loss_class(**given),
-            next(iter(cls.known_losses.values())).of_samples,
-            getattr(loss_class, "reads", ()),
-        )
+        reads = getattr(loss_class, "reads", ())
+
+        def build(config: ResolvedConfig, **given: Any) -> Any:
+            if "smoothing" in reads:
+                # Use no label smoothing with mixup or cutmix, because these already smooth the
+                # targets.
+                mixes = config.data.augment.mixes
+                given.setdefault("smoothing", 0.0 if mixes else config.train.smoothing)
+            return loss_class(**given)
+
+        return replace(next(iter(cls.known_losses.values())), build=build, reads=reads)
 
     def prepare(self, labels: Tensor | None) -> None:
         self.weights = {name: of.tolist() for name, of in self.class_weights(labels).items()}

@@ -44,8 +44,6 @@ Transform = Callable[[Tensor, Any], Sample]
 # Result of reading a batch: its fields, the index batch of the samples that could be read, the
 # numbers of unreadable images, and the random numbers for the augmentation of the batch.
 Fetched = tuple[dict[str, Any], IndexBatch, list[int], list[Tensor]]
-# What a loader sends to the device: fields, random numbers, and the index batch.
-Read = tuple[dict[str, Any], list[Tensor], IndexBatch]
 # Seconds to wait for SIGCHLD after a worker process has closed its connections.
 SIGNAL_SECONDS = 1.0
 # Largest number of consecutive unreadable images to skip. If more are unreadable, the cause is not
@@ -349,24 +347,25 @@ class Loader:
         # does not delay the previous step. A GPU copies the batch while it computes that step.
         return map(self._to_device, batches)
 
-    def _read(self) -> Iterator[Read]:
+    def _read(self) -> Iterator[Fetched]:
         """Read the batches of this rank from the worker processes, or read them in this process."""
         fetched = self._loader if self._loader is not None else map(self.fetcher.read, self.sampler)
         try:
-            for fields, read, unreadable, draws in fetched:
+            for batch in fetched:
+                _, read, unreadable, _ = batch
                 self.unreadable.update(unreadable)
                 if len(read.indices):
-                    yield fields, draws, read
+                    yield batch
         except (ConnectionError, EOFError):
             # A worker process that is killed closes its connections first. Wait until SIGCHLD
             # arrives, because torch then raises an error that names the worker.
             time.sleep(SIGNAL_SECONDS)
             raise
 
-    def _to_device(self, batch: Read) -> Batch:
-        fields, draws = self.prefetcher.send(batch[:2])
+    def _to_device(self, batch: Fetched) -> Batch:
+        fields, (epoch, indices), _, draws = batch
+        fields, draws = self.prefetcher.send((fields, draws))
         finished = self.fetcher.finish(fields, draws, self.prefetcher.normalize)
-        epoch, indices = batch[2]
         return Batch(finished, indices, seed=self.fetcher.seed, epoch=epoch)
 
     def peek(self, count: int) -> Batch:
@@ -376,10 +375,9 @@ class Loader:
         The batch is not consumed: the loader still reads it.
         """
         first = next(iter(self.sampler), IndexBatch(0, np.zeros(1, np.int64)))
-        fields, read, _, draws = self.fetcher.read(first._replace(indices=first.indices[:count]))
-        if not len(read.indices):
-            return Batch(fields, read.indices)
-        return self._to_device((fields, draws, read))
+        batch = self.fetcher.read(first._replace(indices=first.indices[:count]))
+        fields, read, *_ = batch
+        return self._to_device(batch) if len(read.indices) else Batch(fields, read.indices)
 
     def close(self) -> None:
         """End the worker processes of this loader.
@@ -394,7 +392,7 @@ class Loader:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def one_ahead(batches: Iterator[Read]) -> Iterator[Read]:
+def one_ahead(batches: Iterator[Fetched]) -> Iterator[Fetched]:
     """Yield batches, and read the next batch in a thread while the caller uses the current one.
 
     This saves time, because copying images from memory into a batch releases Python's global
@@ -464,7 +462,7 @@ class TrainLoader(Loader):
     # would give; None: read all batches.
     replay: int | None = None
     # These batches, in the memory from which they are copied to the device.
-    _replayed: list[Read] | None = None
+    _replayed: list[Fetched] | None = None
 
     def __init__(
         self,
@@ -551,10 +549,7 @@ class TrainLoader(Loader):
         if self._replayed is None:
             self._replayed = list(islice(self._read(), self.replay))
             if self.prefetcher.device.type == "cuda":
-                self._replayed = [
-                    (*tree_map_only(Tensor, Tensor.pin_memory, batch[:2]), batch[2])
-                    for batch in self._replayed
-                ]
+                self._replayed = tree_map_only(Tensor, Tensor.pin_memory, self._replayed)
             # End the workers, which would read further batches meanwhile.
             self.close()
         return map(self._to_device, islice(cycle(self._replayed), len(self.sampler)))

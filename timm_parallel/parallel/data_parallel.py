@@ -19,7 +19,7 @@ from timm_parallel.batch import Batch
 from timm_parallel.keys import TRAITS, ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
-from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
+from timm_parallel.parallel.strategy import Communication, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -76,14 +76,14 @@ class DataParallelStrategy(Strategy):
 
         The key parallel.output_device is ignored here, because it applies only to training.
         """
-        return networks.replace(model=self._spread(networks["model"], self.device))
+        return Networks({**networks, "model": self._spread(networks["model"], self.device)})
 
     def _count_replicas(self) -> int:
         probe = self._spread(_One().to(self.device), self.device)
         return int(probe(torch.zeros(len(self.devices), device=self.device)).sum().item())
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        return Communication() if len(self.devices) == 1 else UnmeasuredCommunication()
+        return Communication(is_zero=len(self.devices) == 1)
 
     def _spread(self, module: nn.Module, gather_on: torch.device) -> nn.Module:
         dim = self.config.dim or 0

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from timm_parallel.keys import TRAITS, strategy_options
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.networks import PhaseStep
-from timm_parallel.parallel.strategy import Communication, Strategy, UnmeasuredCommunication
+from timm_parallel.parallel.strategy import Communication, Strategy
 
 # torch's reducer times each of the first 10 steps. Later it times only every n-th step.
 ALWAYS_SAMPLED = 10
@@ -64,12 +64,9 @@ class Distributed(Strategy):
         return wrapped.no_sync()
 
     def communication(self, wrapped: nn.Module) -> Communication:
-        if self.group.world_size == 1:
-            return Communication()
-        # Report the communication as unknown if a subclass wraps the step in another class than
-        # DDP.
-        if not isinstance(wrapped, TimedDistributedDataParallel):
-            return UnmeasuredCommunication()
+        # The communication is unknown if a subclass wraps the step in another class than DDP.
+        if self.group.world_size == 1 or not isinstance(wrapped, TimedDistributedDataParallel):
+            return Communication(is_zero=self.group.world_size == 1)
         return DdpCommunication(wrapped)
 
 
@@ -104,11 +101,8 @@ class DdpCommunication(Communication):
     # counts as computing here.
 
     def __init__(self, wrapped: TimedDistributedDataParallel) -> None:
+        super().__init__(is_zero=False)
         self._wrapped = wrapped
-        steps = "every step" if wrapped.device_type == "cpu" else "every tenth step"
-        self.method = (
-            f"torch's reducer, {steps}: from the first bucket's start to the last one's end"
-        )
         self.start_measuring()
 
     def start_measuring(self) -> None:

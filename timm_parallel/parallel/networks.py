@@ -33,12 +33,6 @@ class Networks(nn.ModuleDict):
                 )
         super().__init__(networks)
 
-    def replace(self, **networks: nn.Module) -> Networks:
-        """Return these networks, some of them replaced. The names that are not given, and all
-        parameters, are shared.
-        """
-        return Networks({**dict(self.items()), **networks})
-
     def forward(self) -> None:
         """Do nothing. Under fsdp, a call makes this module the root of all networks."""
 

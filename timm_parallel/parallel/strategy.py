@@ -157,13 +157,16 @@ class Strategy:
 
     def communication(self, wrapped: nn.Module) -> Communication:
         """Build the object that measures the communication in a training step."""
-        return Communication()
+        return Communication(is_zero=True)
 
 
 class Communication:
-    """Communication of a run on one device, which is zero. Other strategies override this class."""
+    """Communication in a training step that is not measured. It is zero on one device. Under dp and
+    fsdp it is unknown, because their transfers are not separated from other GPU kernels.
+    """
 
-    method = "one device: none"
+    def __init__(self, is_zero: bool) -> None:
+        self.is_zero = is_zero
 
     def start_measuring(self) -> None:
         """Start a new time window, over which the seconds of communication are averaged."""
@@ -174,26 +177,13 @@ class Communication:
         The first is the time of all communication. The second is the part of it that does not
         overlap with computing.
         """
-        return 0.0, 0.0
+        return (0.0, 0.0) if self.is_zero else None
 
     def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
         """Return the bytes of all gradients that the ranks reduce in one training step; None:
         unknown. `trained`: the parameters that the step trains.
         """
-        return 0
-
-
-class UnmeasuredCommunication(Communication):
-    """Communication of a strategy for which bytes and seconds are unknown, such as dp and fsdp.
-
-    Their transfers are not separated from other GPU kernels.
-    """
-
-    def seconds(self) -> tuple[float, float] | None:
-        return None
-
-    def bytes(self, trained: Iterable[nn.Parameter]) -> int | None:
-        return None
+        return 0 if self.is_zero else None
 
 
 class Single(Strategy):

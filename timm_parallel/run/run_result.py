@@ -249,7 +249,6 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
         "bytes_per_step": None if None in sent else sum(size for size in sent if size),
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
-        "method": parts.communication[0].method if seconds else None,
     }
 
 
