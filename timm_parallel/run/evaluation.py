@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -207,6 +206,9 @@ def write_predictions(predictions: Predictions, form: str, output: Path | None) 
     if form == "json":
         text = json.dumps(rows, indent=1) + "\n"
     else:
+        # Import pandas only here, because pyarrow starts a thread, and jobs of a sweep are forked.
+        import pandas as pd
+
         # Keep Python's texts, because pyarrow, if it is installed, refuses names that are not
         # UTF-8.
         table = pd.DataFrame(rows, dtype=object)
