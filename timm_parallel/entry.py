@@ -190,10 +190,8 @@ def _show_with_hydra(app: App, arguments: Any) -> int:
     if not (arguments.shell_completion or (arguments.help and not any(chosen))):
         # Compose and check the config first. An invalid config is then rejected in one line, before
         # Hydra imports a class that the config names. A plain --help needs no config.
-        composed = argparse.Namespace(
-            **{**vars(arguments), "multirun": arguments.multirun or not arguments.cfg}
-        )
-        compose_command(composed)
+        is_sweep = arguments.multirun or not arguments.cfg
+        compose_command(argparse.Namespace(**{**vars(arguments), "multirun": is_sweep}))
     store_schema()
 
     def task(tree: Any) -> None:

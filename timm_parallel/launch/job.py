@@ -108,20 +108,20 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
         write_job_file(config, folder)
         return 0
     prepare(config, folder)
-    ended = run_ranks(config, folder, start_rank=start_rank)
-    config, ended = repeat_until_it_fits(config, folder, ended)
+    config, ended = run_until_it_fits(config, folder, start_rank=start_rank)
     return conclude(config, folder, ended)
 
 
-def repeat_until_it_fits(
-    config: ResolvedConfig, folder: Path, ended: RankExits
+def run_until_it_fits(
+    config: ResolvedConfig, folder: Path, **start: Any
 ) -> tuple[ResolvedConfig, RankExits]:
-    """If train.accumulate=auto, start all ranks again with half the batch size, as long as they run
-    out of memory and the batch can be halved. Return the config of the last attempt, and how its
-    ranks ended.
+    """Run the ranks of this node. If train.accumulate=auto, start them again with half the batch
+    size, as long as they run out of memory and the batch can be halved. Return the config of the
+    last attempt, and how its ranks ended.
 
-    `ended`: how the ranks of the first attempt ended.
+    `start`: arguments of `run_ranks` for the first attempt.
     """
+    ended = run_ranks(config, folder, **start)
     while (half := _after_out_of_memory(config, folder, ended)) is not None:
         config = half
         print(

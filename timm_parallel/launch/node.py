@@ -16,7 +16,7 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
 from timm_parallel.faults.failure import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits, run_ranks
+from timm_parallel.launch.job import conclude, prepare, record_end, run_ranks, run_until_it_fits
 from timm_parallel.launch.rendezvous import (
     POLL_SECONDS,
     Rendezvous,
@@ -138,8 +138,7 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
             raise
         share_config(rendezvous.store, folder)
     try:
-        ended = run_ranks(config, folder, rendezvous)
-        config, ended = repeat_until_it_fits(config, folder, ended)
+        config, ended = run_until_it_fits(config, folder, rendezvous=rendezvous)
     # A stop signal arrived before the first rank started, so no rank has an exit code.
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)

@@ -50,20 +50,22 @@ def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> No
     cannot run the config. `asked`: the `parallel` keys as the user gave them.
     """
     _refuse_elastic_nodes()
-    store = open_store(ranks)
-    _publish_inventory_of(ranks, store)
+    store = _announce(ranks)
     inventories = rendezvous.collect_inventories(
         store, ranks.world_size, config.parallel.start_timeout
     )
     rendezvous.fit_to_nodes(config, asked, inventories)
 
 
-def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
+def _announce(ranks: Ranks) -> Store:
+    """Connect this rank to the key-value store, and publish its hardware there."""
+    store = open_store(ranks)
     is_compared = ranks.nodes > 1 and ranks.is_first_of_node
     # Compare the number of nodes too. Agents with different --nnodes would train with the value of
     # node 0 and then wait for each other.
     arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
     rendezvous.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
+    return store
 
 
 def run_rank_zero(config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
@@ -138,8 +140,7 @@ def run_follower(ranks: Ranks) -> int:
     """Wait for the config from rank 0, then train with it as a rank other than 0. Return the exit
     code.
     """
-    store = open_store(ranks)
-    _publish_inventory_of(ranks, store)
+    store = _announce(ranks)
     try:
         config, folder = rendezvous.receive_config(store, ranks.rank)
     except RefusedError:

@@ -87,7 +87,7 @@ class Driver:
             return cls(problem=forked if code == NOT_INITIALIZED else _if_shown(reason))
         is_unknown = library.cuDriverGetVersion(ctypes.byref(version))
         if not is_unknown and version.value // 1000 < int(torch_cuda.partition(".")[0]):
-            supported = _cuda_version(version.value)
+            supported = f"{version.value // 1000}.{version.value % 1000 // 10}"
             return cls(
                 problem=f"the driver supports CUDA {supported}, but torch is built for "
                 f"{torch_cuda}; update the driver, or install a torch built for CUDA {supported}"
@@ -111,10 +111,6 @@ def _driver_error(library: Any, query: str, code: int) -> str:
     text = ctypes.c_char_p()
     library.cuGetErrorString(code, ctypes.byref(text))
     return f"{query} failed: {(text.value or b'error').decode()} ({code})"
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _device(library: Any, index: int) -> CudaDevice:

@@ -24,7 +24,7 @@ from src.data.datasets import Synthetic
 from tests.template.runs import parts_of, resolved, run_warm, tiny, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
-from timm_parallel.launch import node, rendezvous, torchrun
+from timm_parallel.launch import job, node, rendezvous, torchrun
 from timm_parallel.launch.job import RankExits
 from timm_parallel.launch.rendezvous import (
     NodeInventory,
@@ -196,7 +196,7 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
     first, second = Ranks(0, 2, 0, 2), Ranks(0, 2, 0, 2, restart_count=1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "101")
     monkeypatch.setattr(torchrun, "_run_and_report", lambda *given: 0)
-    for job in ("first", "second"):
+    for name in ("first", "second"):
         agent = HashStore()
         monkeypatch.setattr(
             torchrun,
@@ -204,8 +204,8 @@ def test_ranks_that_torchrun_restarts_reuse_only_the_run_folder_of_the_same_job(
             lambda ranks, agent=agent: PrefixStore(str(ranks.restart_count), agent),
         )
         assert torchrun.remembered_folder(second) is None
-        torchrun.run_rank_zero(resolved(*TWO), tmp_path / job, first)
-        assert torchrun.remembered_folder(second) == (tmp_path / job).resolve()
+        torchrun.run_rank_zero(resolved(*TWO), tmp_path / name, first)
+        assert torchrun.remembered_folder(second) == (tmp_path / name).resolve()
         assert torchrun.remembered_folder(first) is None
 
 
@@ -419,14 +419,14 @@ def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step_2.pt").touch()
 
-    def run_ranks(*given: Any) -> RankExits:
+    def run_ranks(*given: Any, **start: Any) -> RankExits:
         time.sleep(0.01)
         if saved:
             (tmp_path / "checkpoints" / saved).write_text("newer")
         return RankExits(signal=10)
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    monkeypatch.setattr(node, "run_ranks", run_ranks)
+    monkeypatch.setattr(job, "run_ranks", run_ranks)
     assert node.run_node_zero(resolved(*TWO), tmp_path, NodeAddress()) == code
     result = read_result(tmp_path)
     assert result.status == ("failed" if code == 1 else "interrupted")
@@ -447,7 +447,9 @@ def test_slurm_time_limit_signal_before_the_ranks_start_sets_the_status_in_resul
     # Clear the stop request that the training of an earlier test in this process may have left.
     monkeypatch.setattr(stop_handler, "request", None)
     monkeypatch.setattr(stop_handler, "heard_at", None)
-    monkeypatch.setattr(node, "run_ranks", lambda *given: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setattr(
+        job, "run_ranks", lambda *given, **start: signal.raise_signal(signal.SIGUSR1)
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     before = signal.getsignal(signal.SIGUSR1)
     assert node.main(tmp_path, tmp_path) == code
