@@ -142,12 +142,6 @@ def test_every_macro_is_a_kind_of_finding_or_a_part_of_a_sentence() -> None:
     assert sorted(names) == sorted(KINDS)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "noted"])
-def test_sentence_of_a_finding_with_a_number_of_another_kind_is_an_error(kind: Kind) -> None:
-    with pytest.raises(TypeError, match="text"):
-        sentence(Finding(kind, {**numbers_of(kind), "text": "x"}))
-
-
 def test_sentence_of_a_finding_without_its_numbers_is_an_error() -> None:
     with pytest.raises(UndefinedError):
         sentence(Finding("slow_rank"))

@@ -21,6 +21,7 @@ from timm_parallel.lab.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
     Estimate,
+    Summary,
     choose,
     decide,
     estimate,
@@ -164,16 +165,10 @@ def test_holm_correction_of_several_comparisons_equals_a_manual_calculation() ->
     assert excluded(0.04) == [True]
     # Holm's method first compares the smaller p-value with 0.05 / 2. The value 0.03 is larger, so
     # the method states no difference.
-    assert excluded(0.04, 0.03) == [
-        False,
-        False,
-    ]
+    assert excluded(0.04, 0.03) == [False, False]
     # The smaller p-value 0.024 is below 0.05 / 2. Therefore Holm's method compares the other
     # p-value with 0.05.
-    assert excluded(0.04, 0.024) == [
-        True,
-        True,
-    ]
+    assert excluded(0.04, 0.024) == [True, True]
     assert excluded(0.03, 0.016, 0.2) == [False, True, False]
 
 
@@ -223,10 +218,4 @@ def test_fastest_strategy_is_recommended_unless_a_simpler_strategy_is_about_as_f
 
 def test_summary_of_repeated_values_is_none_without_finite_values_and_includes_zeros() -> None:
     assert summarize([None, math.nan, math.inf]) is None
-    result = summarize([0.0, None])
-    assert result is not None and (result.median, result.low, result.high, result.count) == (
-        0.0,
-        0.0,
-        0.0,
-        1,
-    )
+    assert summarize([0.0, None]) == Summary(0.0, 0.0, 0.0, 1)

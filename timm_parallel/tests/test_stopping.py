@@ -9,8 +9,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,33 +101,24 @@ def test_all_ranks_stop_after_the_same_step_when_any_rank_requests_a_stop(
     assert [stopping.signal for stopping in ranks] == [15, 15, 15]
 
 
-@contextmanager
-def own_stop_handler() -> Iterator[list[int]]:
-    """Install `stop_handler` as training does. Yield the list of signals that the handler
-    forwards.
-    """
-    heard: list[int] = []
-    stop_handler.request, stop_handler.heard_at = heard.append, None
-    signal.signal(signal.SIGTERM, stop_handler)
-    yield heard
-
-
 def in_a_long_call(ranks: Ranks, store: Any, is_stuck: bool) -> list[int]:
     """Send SIGTERM to this rank during a call of a C function that takes 2 s. The limit for a
     stuck rank is 0.5 s. Return the signals that were handled.
     """
-    with own_stop_handler() as heard:
-        exit_after_stop_signal(0.5, lambda: is_stuck)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        until = time.monotonic() + 2.5
-        rounds = 100_000
-        while time.monotonic() < until and not heard:
-            began = time.monotonic()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-            # Choose the number of rounds so that the next call takes 2 s.
-            rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))
-        time.sleep(0.1)
-        return heard
+    heard: list[int] = []
+    stop_handler.request, stop_handler.heard_at = heard.append, None
+    signal.signal(signal.SIGTERM, stop_handler)
+    exit_after_stop_signal(0.5, lambda: is_stuck)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    until = time.monotonic() + 2.5
+    rounds = 100_000
+    while time.monotonic() < until and not heard:
+        began = time.monotonic()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+        # Choose the number of rounds so that the next call takes 2 s.
+        rounds = int(rounds * 2 / max(0.02, time.monotonic() - began))
+    time.sleep(0.1)
+    return heard
 
 
 @pytest.mark.processes
