@@ -91,6 +91,15 @@ def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Pa
     return root
 
 
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder, without those of git and bytecode."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not {".git", "__pycache__"} & {*path.relative_to(folder).parts}
+    }
+
+
 def tiny(*overrides: str) -> list[str]:
     """Return TINY with the given overrides, which replace those of the same key."""
     return merged(*TINY, *overrides)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import read
 
 from scripts.install import out_of_step
 from scripts.maintain.fork import KEPT_RECIPES, OLD_NAME, REMOVED, add_holder, main, web_address
 from tests.template.repositories import NEEDS_GIT, git
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, files_below
 
 pytestmark = NEEDS_GIT
 URL = "https://example.org/owner/template"
@@ -41,18 +42,6 @@ def fork_of(clone: Path, wheel: Path) -> Any:
     return make_fork
 
 
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not {".git", "__pycache__"} & {*path.relative_to(folder).parts}
-    }
-
-
 def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
     fork_of: Any, clone: Path
 ) -> None:
@@ -71,7 +60,7 @@ def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
         ],
         "template_commit": commit,
     }
-    named = {name for name, contents in files_of(clone).items() if OLD_NAME.encode() in contents}
+    named = {name for name, contents in files_below(clone).items() if OLD_NAME.encode() in contents}
     # The README tells on what the project is built.
     assert {name for name in named if not name.endswith(".whl")} == {"README.md", "Makefile"}
     assert git(clone, "status", "--porcelain", "--untracked-files=all").count("??") == 0
@@ -133,10 +122,10 @@ def test_make_fork_changes_nothing_when_the_wheel_cannot_be_built(
 ) -> None:
     (clone / "timm_parallel" / "pyproject.toml").write_text('[project]\nversion = "1"\nwrong')
     git(clone, "commit", "-qam", "a mistake")
-    before = files_of(clone)
+    before = files_below(clone)
     assert main(["mine", f"--root={clone}"]) == 2
     assert "LIBRARY=source" in capsys.readouterr().err
-    assert files_of(clone) == before
+    assert files_below(clone) == before
 
 
 def test_fork_has_the_library_as_a_wheel_and_no_file_that_only_the_template_needs(
@@ -162,7 +151,7 @@ def test_fork_has_the_library_as_a_wheel_and_no_file_that_only_the_template_need
     assert {path.name for path in (mine / "scripts").glob("*.py")} == {
         path.name for path in (ROOT / "scripts").glob("*.py")
     }
-    assert files_of(mine / "examples") == files_of(ROOT / "examples")
+    assert files_below(mine / "examples") == files_below(ROOT / "examples")
 
 
 def test_fork_with_the_library_as_source_and_the_pages_has_their_files(
@@ -173,8 +162,8 @@ def test_fork_with_the_library_as_source_and_the_pages_has_their_files(
     assert "vendor" not in read(mine / "requirements.txt") + read(mine / "requirements.lock")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "wheel")
-    assert files_of(mine / "timm_parallel") == files_of(tmp_path / "wheel" / "timm_parallel")
-    assert files_of(mine / "docs") == files_of(ROOT / "docs")
+    assert files_below(mine / "timm_parallel") == files_below(tmp_path / "wheel" / "timm_parallel")
+    assert files_below(mine / "docs") == files_below(ROOT / "docs")
     links = re.findall(r"\((docs[^)]*)\)", read(mine / "README.md"))
     assert len(links) == 2 and all((mine / link).exists() for link in links)
 

@@ -30,7 +30,7 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
-from tests.template.runs import cpu_strategy, resolved, run_warm, task_of
+from tests.template.runs import cpu_strategy, files_below, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -412,11 +412,11 @@ def test_predict_py_refuses_to_overwrite_an_image_or_another_file(
     (photos / "more").symlink_to(Path("elsewhere").resolve())
     # Masks that a person has drawn.
     write_photos(Path("truth"), "c.png")
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    before = files_below(tmp_path)
     assert predict.main([f"run={segmenting_run}", f"images={images}", option]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert option.split("=")[0] in line
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert files_below(tmp_path) == before
 
 
 @pytest.mark.slow(seconds=1)
