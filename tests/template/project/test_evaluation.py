@@ -37,10 +37,14 @@ from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished
 
 
-def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:
+def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine_and_compiles_no_model(
+    tmp_path: Path,
+) -> None:
     slurm = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2")
-    save_config(resolved(*slurm, "parallel=ddp"), tmp_path)
-    parallel = compose_evaluation(tmp_path, [], None).parallel
+    save_config(resolved(*slurm, "parallel=ddp", "model.compile=true"), tmp_path)
+    config = compose_evaluation(tmp_path, [], None)
+    assert isinstance(config.model, ModelConfig) and not config.model.compile
+    parallel = config.parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
     spread = ["parallel=ddp", "parallel.backend=gloo"]
@@ -68,13 +72,6 @@ def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
 
 def _flip(image: Tensor) -> Tensor:
     return image.flip(1)
-
-
-def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
-    save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    config = compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None)
-    assert isinstance(config.model, ModelConfig) and not config.model.compile
-    assert config.parallel.strategy == "dp"
 
 
 def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
@@ -182,36 +179,27 @@ def test_evaluate_py_reproduces_metrics_of_best_and_last_checkpoint(
     assert last["loss"] == pytest.approx(result["val"]["loss"], rel=1e-6)
 
 
-def damaged(folder: Path) -> str:
+@pytest.mark.processes
+def test_evaluate_py_refuses_a_damaged_or_missing_checkpoint_or_that_of_another_model(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(finished_run.folder, tmp_path / "run")
+
+    def refusal() -> str:
+        assert entry.main([f"run={folder}"]) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and err.startswith("evaluate.py: "), err
+        return err
+
+    config, text = folder / "config.yaml", (folder / "config.yaml").read_text()
+    config.write_text(text.replace("embed_dim: 48", "embed_dim: 96"))
+    assert "a different model" in refusal()
+    config.write_text(text)
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:1000])
-    return "best.pt"
-
-
-def emptied(folder: Path) -> str:
+    assert "best.pt" in refusal()
     shutil.rmtree(folder / "checkpoints")
-    return "checkpoint"
-
-
-def of_another_model(folder: Path) -> str:
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("embed_dim: 48", "embed_dim: 96"))
-    return "a different model"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
-def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
-    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished_run.folder, folder)
-    reason = spoil(folder)
-    assert entry.main([f"run={folder}"]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert reason in err and err.startswith("evaluate.py: ")
+    assert "checkpoint" in refusal()
 
 
 OWN_WEIGHTS = f"model.weights={__file__}"
