@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from scipy.stats import sem, t
 
 from timm_parallel.lab.analysis.scales import scale_of
 from timm_parallel.lab.analysis.sequential import levels
-from timm_parallel.lab.analysis.settings import check_baseline
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     LEVEL,
@@ -132,9 +132,10 @@ def test_report_compares_speed_or_metric_depending_on_the_swept_keys(
 
 
 def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_command(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    html, markdown, plain = read(sweep_over_rates(tmp_path / "s").write())
+    folder = sweep_over_rates(tmp_path / "s").write()
+    html, markdown, plain = read(folder)
     lead, contrast = plain["lead"], plain["lead"]["contrast"]
     assert (lead["point"], contrast["a"], contrast["b"]) == (
         "optim.lr=0.003",
@@ -174,6 +175,15 @@ def test_report_recommends_the_best_learning_rate_with_its_accuracy_gain_and_a_c
         # LaTeX needs a backslash before the percent sign, which would otherwise begin a comment.
         assert r"0.003 & 4 & 81.5 \% & " in text.replace("&amp;", "&")
     assert compared(plain)["optim.lr=0.01"]["verdict"] == NOT_SUPPORTED
+    assert [row["optim.lr"] for row in plain["table"]] == list(RATES)
+    # No energy was measured.
+    assert "J per image" not in plain["table"][0]
+    assert {point["joules_per_image"] for point in plain["points"]} == {None}
+    # The console of the sweep shows the table, the first sentences and the command.
+    show_headline(folder)
+    output = capsys.readouterr().out
+    assert output.endswith(f"{lead['sentence']}\n{lead['command']}\n")
+    assert all(f" {rate} " in output for rate in RATES)
 
 
 def test_report_states_the_detectable_difference_when_no_setting_is_shown_to_be_better(
@@ -361,27 +371,11 @@ def test_report_baseline_is_the_named_or_the_first_swept_value_in_any_order_of_j
     assert {contrast["b"] for contrast in compared(plain).values()} == {baseline}
 
 
-def test_sweep_baseline_is_refused_when_no_job_of_the_sweep_has_the_baseline_setting() -> None:
-    given = [["model=tiny", "optim.lr=0.001"], ["model=tiny", "optim.lr=0.003"]]
-    configs = [{"optim.lr": 0.001}, {"optim.lr": 0.003}]
-    check_baseline("optim.lr=3e-3, model=tiny", given, configs)
-    with pytest.raises(
-        ValueError, match=r"^sweep.baseline=optim.lr=9: .*optim.lr=0.001; optim.lr=0.003$"
-    ):
-        check_baseline("optim.lr=9", given, configs)
-
-
 def test_report_treats_swept_seeds_and_folds_as_repeats_of_one_setting(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path / "s")
-    for fold in range(2):
-        for seed in range(3):
-            config = {"seed": seed, "data": {"fold": fold}, "checkpoint": {"metric": "val/acc"}}
-            add(
-                sweep,
-                [f"seed={seed}", f"data.fold={fold}"],
-                config,
-                val={"acc": 0.8 + 0.01 * seed + 0.02 * fold},
-            )
+    for fold, seed in product(range(2), range(3)):
+        words, value = [f"seed={seed}", f"data.fold={fold}"], 0.8 + 0.01 * seed + 0.02 * fold
+        add(sweep, words, {"seed": seed, "data": {"fold": fold}}, val={"acc": value})
     plain = read(sweep.write())[2]
     [group] = plain["settings"]
     assert (group["blocks"], group["unit_of_repeats"], len(group["settings"])) == (2, "fold", 1)
@@ -424,12 +418,10 @@ def test_report_counts_failed_runs_and_widens_the_interval_of_a_setting_that_los
     """A failed run says nothing about the quality of the setting. The interval must therefore
     allow for any value of the lost run.
     """
-    whole = read(sweep_over_rates(tmp_path / "whole", {"0.001": 0.70, "0.003": 0.95}).write())[2][
-        "lead"
-    ]
     sweep = sweep_over_rates(tmp_path / "s", {"0.001": 0.70, "0.003": 0.95})
+    whole = read(sweep.write())[2]["lead"]
     change(sweep, 1, status="failed")
-    html, _, plain = read(sweep.write())
+    html, _, plain = read(sweep.folder)
     assert [(row["seeds"], row["runs lost"]) for row in plain["table"]] == [
         ("4", "—"),
         ("3", "1 of 4"),
@@ -481,9 +473,8 @@ def test_report_names_the_swept_key_and_the_only_setting_that_did_not_diverge(
 def test_report_names_a_diverged_run_and_still_recommends_the_best_setting(
     tmp_path: Path,
 ) -> None:
-    sweep = sweep_over_rates(
-        tmp_path / "s", {"0.001": 0.40, "0.003": 0.30, "0.01": 0.41}, metric="val/loss", seeds=5
-    )
+    losses = {"0.001": 0.40, "0.003": 0.30, "0.01": 0.41}
+    sweep = sweep_over_rates(tmp_path / "s", losses, metric="val/loss", seeds=5)
     change(sweep, 5, val={"loss": 2.3})
     lead = read(sweep.write())[2]["lead"]
     assert lead["point"] == "optim.lr=0.003"
@@ -492,12 +483,10 @@ def test_report_names_a_diverged_run_and_still_recommends_the_best_setting(
 
 
 def test_report_says_that_the_baseline_is_the_best_setting(tmp_path: Path) -> None:
-    lead = read(
-        sweep_over_rates(tmp_path / "s", {"0.001": 0.95, "0.003": 0.80, "0.01": 0.85}).write()
-    )[2]["lead"]
-    assert lead["point"] == "optim.lr=0.001" and lead["command"] == (
-        "python train.py optim.lr=0.001"
-    )
+    rates = {"0.001": 0.95, "0.003": 0.80, "0.01": 0.85}
+    lead = read(sweep_over_rates(tmp_path / "s", rates).write())[2]["lead"]
+    assert lead["point"] == "optim.lr=0.001"
+    assert lead["command"] == "python train.py optim.lr=0.001"
     assert (lead["contrast"]["a"], lead["contrast"]["high"] < 0) == ("optim.lr=0.01", True)
     first = findings(lead)["better"]
     assert (first["baseline"]["label"], first["best_of"]) == ("optim.lr=0.001", 3)
@@ -568,17 +557,11 @@ def test_report_on_a_search_compares_trials_by_the_metric_that_the_search_optimi
 ) -> None:
     sweep = Sweep(tmp_path / "s")
     for place, value in enumerate((0.5, 0.7)):
-        config = {"optim": {"lr": place}, **metrics}
-        folder = add(
-            sweep,
-            [*overrides, f"optim.lr={place}"],
-            config,
-            val={"acc": 1 - value, "acc_best": value},
-        )
+        words, config = [*overrides, f"optim.lr={place}"], {"optim": {"lr": place}, **metrics}
+        folder = add(sweep, words, config, val={"acc": 1 - value, "acc_best": value})
         (folder / ".hydra").mkdir()
-        (folder / ".hydra" / "hydra.yaml").write_text(
-            f"hydra:\n  runtime:\n    choices:\n      search: {group}\n"
-        )
+        choices = f"hydra:\n  runtime:\n    choices:\n      search: {group}\n"
+        (folder / ".hydra" / "hydra.yaml").write_text(choices)
     plain = read(sweep.write())[2]
     assert plain["settings"][0]["metric"] == "val/acc_best"
     [finding] = plain["lead"]["findings"]
@@ -591,25 +574,8 @@ def test_command_in_the_report_keeps_max_steps_when_the_runs_are_no_benchmark(
     sweep = sweep_over_rates(tmp_path / "s", config={"train": {"max_steps": 60}})
     for job in sweep.jobs:
         job["overrides"].append("train.max_steps=60")
-    assert (
-        read(sweep.write())[2]["lead"]["command"]
-        == "python train.py optim.lr=0.003 train.max_steps=60"
-    )
-
-
-def test_sweep_prints_the_settings_table_the_recommendation_and_the_command_of_its_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = sweep_over_rates(tmp_path / "s").write()
-    plain = read(folder)[2]
-    assert [row["optim.lr"] for row in plain["table"]] == list(RATES)
-    # No energy was measured.
-    assert "J per image" not in plain["table"][0]
-    assert {point["joules_per_image"] for point in plain["points"]} == {None}
-    show_headline(folder)
-    output = capsys.readouterr().out
-    assert output.endswith(f"{plain['lead']['sentence']}\n{plain['lead']['command']}\n")
-    assert all(f" {rate} " in output for rate in RATES)
+    lead = read(sweep.write())[2]["lead"]
+    assert lead["command"] == "python train.py optim.lr=0.003 train.max_steps=60"
 
 
 @pytest.mark.usefixtures("plots")
