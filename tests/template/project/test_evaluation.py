@@ -1,8 +1,14 @@
-"""Evaluation reproduces the metrics of a checkpoint."""
+"""Evaluation reproduces the metrics of a checkpoint. With worst=N, it writes a page of the images
+with the highest loss.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,11 +21,12 @@ from torch.nn import functional
 from torchvision.transforms import v2
 
 import evaluate as entry
-from src.commands.evaluate import evaluate_config
+from src.app import app
+from src.commands.evaluate import _check_head, evaluate_config, worst_images
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, predict
 from src.data.transforms import OnImage
-from src.schema import ModelConfig
+from src.schema import ModelConfig, ResolvedConfig, ResolvedTrain
 from src.tasks.classification import Classification
 from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
@@ -33,8 +40,9 @@ from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
-from timm_parallel.task import Evaluation
+from timm_parallel.task import Evaluation, Task
 from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.ranks import in_ranks
 
 
 def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine_and_compiles_no_model(
@@ -220,6 +228,7 @@ OWN_WEIGHTS = f"model.weights={__file__}"
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
+        (["run=/nowhere", "page=worst.html"], "page=worst.html"),
         (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
         ([OWN_WEIGHTS, "parallel.devices=2"], "parallel.devices=2: single uses one device"),
         ([OWN_WEIGHTS, "data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
@@ -261,11 +270,96 @@ def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
 
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
-    from src.commands.evaluate import _check_head
-    from src.schema import ResolvedConfig
-
     model = nn.Linear(2, 2)
     model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
     _check_head(ResolvedConfig(), model, 1000)
     with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
         _check_head(ResolvedConfig(), model, 10)
+
+
+SEGMENTATION = (
+    *("experiment=segmentation", "model=segmenter", "model.kwargs={backbone: resnet10t}"),
+    *("data=shapes", "train=segmentation", "data.batch_size=8", "data.limit_train=16"),
+    *("train.max_steps=1", "parallel=single", "parallel.accelerator=cpu"),
+)
+
+
+def pictures_of(page: Path) -> list[Image.Image]:
+    codes = re.findall(r"base64,([^\"]+)", page.read_text(encoding="utf-8"))
+    return [Image.open(io.BytesIO(base64.b64decode(code))) for code in codes]
+
+
+def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
+    words = [] if store is None else ["parallel=ddp", "parallel.devices=2"]
+    config = app.own_resolved(
+        compose_evaluation(Path(run), words, None if store is None else ranks)
+    )
+    options: Any = {"worst": 7, "page": Path(page)}
+    assert list(evaluate_config(config, Path(run), "val", "last", ranks, store, **options))
+
+
+@pytest.mark.slow(seconds=3)
+def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    page = tmp_path / "single.html"
+    write_worst(Ranks(), None, str(finished_run.folder), str(page))
+    text = page.read_text(encoding="utf-8")
+    # The losses of a loop of its own, from the highest.
+    trained = load_trained(finished_run.folder, "last", "model", torch.device("cpu"))
+    val = build_dataset(trained.config.data).val
+    mean, std = (
+        torch.tensor(of)[:, None, None]
+        for of in (trained.preprocessing.mean, trained.preprocessing.std)
+    )
+    losses: list[Tensor] = []
+    with torch.inference_mode():
+        for index in range(len(val)):
+            image, label = val[index]
+            scores = trained.networks["model"](((image / 255 - mean) / std)[None])
+            losses.append(torch.nn.functional.cross_entropy(scores, torch.tensor([label])))
+    order = torch.stack(losses).argsort(descending=True)[:7].tolist()
+    assert [int(index) for index in re.findall(r"path: (\d+)", text)] == order
+    shown = [float(loss) for loss in re.findall(r"loss: ([\d.]+)", text)]
+    assert shown == pytest.approx([float(losses[index]) for index in order], rel=1e-3)
+    labels = re.findall(r"label: (\w+)", text)
+    assert labels == [trained.task.names[int(val[index][1])] for index in order]
+    assert len(re.findall("class_1: ", text)) == len(re.findall("probability_1: ", text)) == 7
+    assert len(pictures_of(page)) == 7
+    other = tmp_path / "ddp.html"
+    in_ranks(write_worst, 2, str(finished_run.folder), str(other))
+    assert re.findall(r"path: \d+", other.read_text()) == re.findall(r"path: \d+", text)
+
+
+@pytest.mark.slow(seconds=3)
+def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
+    tmp_path: Path,
+) -> None:
+    run = run_warm(tmp_path / "run", *SEGMENTATION)
+    assert entry.main([f"run={run}", "split=val", "worst=2"]) == 0
+    page = run / "worst.html"
+    pictures = pictures_of(page)
+    assert [picture.size for picture in pictures] == [(192, 64)] * 2
+    photo, mask, predicted = (pictures[0].crop((64 * k, 0, 64 * k + 64, 64)) for k in range(3))
+    assert len({photo.tobytes(), mask.tobytes(), predicted.tobytes()}) == 3
+    assert "miou: " in page.read_text()
+
+
+def test_images_of_a_regression_are_described_by_their_numbers_and_nan_comes_first() -> None:
+    config = resolved()
+    config.train = ResolvedTrain(task="regression", loss="mse")
+    task = Task.find("regression")(config, ["age"])
+    # Image 1 could not be read.
+    indices, predicted = torch.tensor([0, 2, 3]), torch.tensor([[1.0], [5.0], [math.nan]])
+    truth = torch.tensor([[1.0], [1.0], [2.5]])
+    losses = torch.tensor([0.0, 16.0, math.nan])
+    evaluation = Evaluation(3, {}, {}, (indices, predicted, truth), (losses,))
+    split = [(torch.full((1, 4, 6), shade, dtype=torch.uint8), None) for shade in range(4)]
+    (first, of_first), (second, of_second) = worst_images(evaluation, split, task, 2)
+    assert of_first == ["loss: nan", "path: 3", "age: 2.500", "age_predicted: nan"]
+    assert of_second == ["loss: 16", "path: 2", "age: 1.000", "age_predicted: 5.000"]
+    assert (first.size, first.getpixel((0, 0)), second.getpixel((0, 0))) == (
+        (6, 4),
+        (3, 3, 3),
+        (2, 2, 2),
+    )
