@@ -283,3 +283,33 @@ def test_run_is_refused_when_batch_norm_gets_one_value_per_channel(
         else nullcontext()
     ):
         parts_of(config)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("where", "fault"),
+    [
+        ("src.models.cifar_resnet.CifarResNet18.__init__", AttributeError("no attribute 'conv'")),
+        ("src.data.datasets.Digits.__init__", TypeError("unsupported operand type(s)")),
+        ("src.models.cifar_resnet.CifarResNet18.forward", torch.OutOfMemoryError("CUDA")),
+    ],
+    ids=["attribute", "data", "memory"],
+)
+def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
+) -> None:
+    """The config is valid, so the exception must not be reported as a config error."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(where, fails)
+    model = (
+        "model=resnet18",
+        "model.name=src.models.cifar_resnet.CifarResNet18",
+        "data.image_size=8",
+    )
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
+    with pytest.raises(type(fault)) as raised:
+        parts_of(config)
+    assert raised.value is fault

@@ -38,11 +38,12 @@ from src.data.transforms import (
     evaluation_transform,
     train_transform,
 )
-from src.models.preprocessing import preprocessing_for
+from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import AugmentConfig, DataConfig, OptimConfig, TrainConfig
 from src.train.optim import clip_gradients
 from tests.template.runs import parts_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
+from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.on_device import Erasing, Mixing
 from timm_parallel.data.samplers import seed_draws
@@ -450,3 +451,25 @@ def test_run_on_non_square_images_can_be_evaluated_exported_and_used_to_predict(
     assert export_script.main([f"run={run}", f"output={run / 'export'}"]) == 0
     config = json.loads((run / "export" / "config.json").read_text())["pretrained_cfg"]
     assert (config["input_size"], config["crop_mode"]) == ([3, 48, 64], "border")
+
+
+def test_image_sizes_come_from_the_config_the_data_or_the_model() -> None:
+    model = timm.create_model("test_vit", pretrained_cfg_overlay={"crop_mode": "border"})
+    config = DataConfig(name="folder", eval_image_size=96)
+    images: Any = SimpleNamespace(image_size=None, in_chans=3, val=None, mean=None, std=None)
+    assert train_image_size(model, config, images) == (160, 160)
+    preprocessing = preprocessing_for(model, config, images)
+    assert (preprocessing.input_size, preprocessing.crop_mode) == ((3, 96, 96), "border")
+    images.image_size = 48
+    assert train_image_size(model, config, images) == (48, 48)
+    assert train_image_size(model, DataConfig(image_size=64), images) == (64, 64)
+    # Only a dataset that is built is known to be in memory.
+    config.name = "src.data.mine.Mine"
+    with pytest.raises(ValueError, match=r"data\.eval_image_size=96: images of src.* have one"):
+        preprocessing_for(model, config, build_dataset(DataConfig()))
+
+
+def test_crop_mode_border_keeps_all_pixels_of_an_image_that_is_one_pixel_wide() -> None:
+    preprocessing = Preprocessing((3, 64, 64), (0.5,) * 3, (0.5,) * 3, 1.0, "border", "bilinear")
+    actual = evaluation_transform(preprocessing)(torch.full((3, 500, 1), 255, dtype=torch.uint8))
+    assert actual.shape == (3, 64, 64) and set(actual.unique().tolist()) == {128, 255}
