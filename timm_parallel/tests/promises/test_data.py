@@ -37,14 +37,6 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return data.getvalue()
 
 
-def wide_grey(kind: str) -> bytes:
-    return encoded(Image.fromarray(np.full((16, 32), 128 << 8, dtype=np.uint16)), kind)
-
-
-def floats() -> bytes:
-    return encoded(Image.fromarray(np.full((16, 32), 0.5, dtype=np.float32)), "TIFF")
-
-
 # Dictionary from file name to a function that returns the bytes of an image, and the expected color
 # of its left side.
 GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
@@ -56,11 +48,8 @@ GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
     "grey_alpha.png": (lambda: encoded(Image.new("LA", (32, 16), (128, 40)), "PNG"), GREY),
     "grey.png": (lambda: encoded(Image.new("L", (32, 16), 128), "PNG"), GREY),
     "bits.png": (lambda: encoded(Image.new("1", (32, 16), 1), "PNG"), (255, 255, 255)),
-    "sixteen.png": (lambda: wide_grey("PNG"), GREY),
-    "sixteen.tiff": (lambda: wide_grey("TIFF"), GREY),
-    "floats.tif": (floats, (127, 127, 127)),
     "cmyk.jpg": (lambda: encoded(halves("CMYK"), "JPEG", quality=95), RED),
-    "ycbcr.tiff": (lambda: encoded(halves("YCbCr"), "TIFF"), RED),
+    "ycbcr.tif": (lambda: encoded(halves("YCbCr"), "TIFF"), RED),
     "progressive.jpg": (lambda: encoded(halves(), "JPEG", progressive=True, quality=95), RED),
     "png_inside.jpg": (lambda: encoded(halves(), "PNG"), RED),
     "jpeg_inside.png": (lambda: encoded(halves(), "JPEG", quality=95), RED),
@@ -258,7 +247,7 @@ def test_decode_refuses_a_named_pipe_with_an_image_suffix(tmp_path: Path) -> Non
         decode(tmp_path / "pipe.png")
 
 
-@pytest.mark.parametrize("name", ["grey.png", "rgb.png", "sixteen.png"])
+@pytest.mark.parametrize("name", ["grey.png", "rgb.png"])
 def test_decode_to_one_channel_keeps_exact_gray_values(tmp_path: Path, name: str) -> None:
     """A conversion of gray to RGB and back would change the value 128 to 127."""
     (tmp_path / name).write_bytes(GOOD[name][0]())
