@@ -24,6 +24,7 @@ from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
 from tests.template.runs import assert_equal_trees, run_warm
+from timm_parallel import run_on_devices
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
@@ -156,26 +157,18 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
 SRUN = ("STEP_ID", "PROCID", "LOCALID", "NODEID")
 
 
-def test_predict_py_uses_srun_tasks_as_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting ranks in each task of srun would make all of them write the same file."""
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
     tasks = {"STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2"}
     for name, value in {**dict.fromkeys(SRUN, "0"), **tasks}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    given: list[Ranks] = []
     monkeypatch.setattr("timm_parallel.launch.torchrun.kill_on_parent_exit", lambda: None)
     monkeypatch.setattr("timm_parallel.launch.torchrun.open_store", lambda ranks: None)
-
-    def predict(request: PredictionRequest, ranks: Ranks, store: Any) -> dict[str, Any]:
-        given.append(ranks)
-        return {}
-
-    monkeypatch.setattr("src.commands.predict.predict", predict)
-    (tmp_path / "config.yaml").touch()
-    assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
+    given: list[Ranks] = []
+    parallel = ResolvedParallel(strategy="ddp", devices=2, accelerator="cpu")
+    run_on_devices(parallel, "predict.py", [], lambda ranks, store: given.append(ranks))
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]
 
 
