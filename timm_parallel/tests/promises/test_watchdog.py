@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from timm_parallel.faults import heartbeat, watchdog
 from timm_parallel.faults.failure import (
@@ -139,36 +141,13 @@ def test_watchdog_ignores_time_while_the_process_was_suspended(
     assert len(ended) == 1
 
 
-class Board:
-    """Fake torch store that all heartbeat threads of a test share."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def add(self, key: str, count: int) -> int:
-        self.values[key] = str(int(self.values.get(key, 0)) + count)
-        return int(self.values[key])
-
-    def clone(self) -> Board:
-        return self
-
-
 def two_nodes(
     folder: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Heartbeats, Heartbeats]:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    board = Board()
+    store = HashStore()
     ranks = [Ranks(rank, 2, 0, 1, node=rank, nodes=2) for rank in range(2)]
-    heartbeats = [Heartbeats(place, board, folder) for place in ranks]  # type: ignore[arg-type]
+    heartbeats = [Heartbeats(place, store, folder) for place in ranks]
     for each in (*heartbeats, *heartbeats):
         exchange(each)
     return heartbeats[0], heartbeats[1]
@@ -259,12 +238,12 @@ def test_closing_heartbeats_waits_until_the_heartbeat_thread_has_left_the_torch_
     """
     inside, leave = threading.Event(), threading.Event()
 
-    class Slow(Board):
-        def set(self, key: str, value: str) -> None:
-            inside.set()
-            leave.wait(10)
+    def wait_inside(*_: str) -> None:
+        inside.set()
+        leave.wait(10)
 
-    heartbeats = Heartbeats(Ranks(0, 2, 0, 2), Slow(), tmp_path)  # type: ignore[arg-type]
+    store = MagicMock(set=wait_inside, check=lambda keys: False)
+    heartbeats = Heartbeats(Ranks(0, 2, 0, 2), store, tmp_path)
     heartbeats.start()
     assert inside.wait(10)
     threading.Timer(0.3, leave.set).start()
@@ -299,8 +278,8 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_no
     """
     clock, ended = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    board = Board()
-    peer = Heartbeats(Ranks(1, 4, 1, 2, node=0, nodes=2), board, tmp_path)  # type: ignore[arg-type]
+    store = HashStore()
+    peer = Heartbeats(Ranks(1, 4, 1, 2, node=0, nodes=2), store, tmp_path)
     dog = object.__new__(watchdog.Watchdog)
     for name, value in {
         "ranks": peer.ranks,
@@ -318,7 +297,7 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_no
             return bool(ended) or clock[0] > 60
 
     monkeypatch.setattr(dog, "_over", Ticks(), raising=False)
-    publish_failure(board, {"rank": 0, "exception": exception})  # type: ignore[arg-type]
+    publish_failure(store, {"rank": 0, "exception": exception})
     dog._watch()
     assert ended and ended[0] <= limit
     # 15 s, within which a lost node ends the run, is the sum of: two ticks until the first rank
