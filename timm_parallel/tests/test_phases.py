@@ -161,20 +161,7 @@ def test_each_phase_trains_only_its_networks(train: Callable[..., Trained], tmp_
             assert difference < 1e-20 if is_frozen else difference > 1e-6, (frozen, name)
 
 
-def test_each_phase_logs_its_loss_learning_rate_and_gradient_norm(
-    train: Callable[..., Trained],
-) -> None:
-    first = train("pair", "+optim.of={critic: {lr: 0.02}}")[0][0]
-    assert set(first) == {
-        *("train/loss", "train/loss_model", "train/loss_critic", "train/guess"),
-        *("lr_model", "lr_critic", "train/grad_norm_model", "train/grad_norm_critic"),
-    }
-    assert (first["lr_model"], first["lr_critic"]) == (0.1, 0.02)
-    sum_of_phases = first["train/loss_model"] + first["train/loss_critic"]
-    assert first["train/loss"] == pytest.approx(sum_of_phases)
-
-
-def test_draws_of_the_phases_of_a_step_differ(
+def test_each_phase_has_its_own_draws_and_logs_its_loss_learning_rate_and_gradient_norm(
     train: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Tensor] = {}
@@ -185,8 +172,15 @@ def test_draws_of_the_phases_of_a_step_differ(
         return inherited(task, networks, batch, phase)
 
     monkeypatch.setattr(Pair, "losses", noted)
-    train("pair")
+    first = train("pair", "+optim.of={critic: {lr: 0.02}}")[0][0]
     assert not torch.isclose(drawn["model"], drawn["critic"]).any()
+    assert set(first) == {
+        *("train/loss", "train/loss_model", "train/loss_critic", "train/guess"),
+        *("lr_model", "lr_critic", "train/grad_norm_model", "train/grad_norm_critic"),
+    }
+    assert (first["lr_model"], first["lr_critic"]) == (0.1, 0.02)
+    sum_of_phases = first["train/loss_model"] + first["train/loss_critic"]
+    assert first["train/loss"] == pytest.approx(sum_of_phases)
 
 
 def test_average_moves_once_per_optimizer_step(tmp_path: Path) -> None:

@@ -295,11 +295,8 @@ def test_two_simultaneous_signals_start_only_one_kill_timer_for_a_child_process(
     monkeypatch.setattr(supervisor.threading, "Timer", Timer)
     command = [sys.executable, "-c", DEAF, str(int(signal.SIGTERM))]
     ended = supervisor._run_child(command, single().parallel)
-    assert (ended.signal, ended.exit_codes, len(starts)) == (
-        signal.SIGTERM,
-        {0: -signal.SIGKILL},
-        1,
-    )
+    assert (ended.signal, ended.exit_codes) == (signal.SIGTERM, {0: -signal.SIGKILL})
+    assert len(starts) == 1
 
 
 def test_watchdog_ends_the_rank_after_a_node_loss_when_the_disk_is_full(
