@@ -53,22 +53,13 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted(run: Path, images: Path, **more: Any) -> PredictionRequest:
+def wanted(
+    run: Path, images: Path, strategy: str = "single", devices: int = 1, topk: int = 3
+) -> PredictionRequest:
     parallel = ResolvedParallel(
-        strategy=more.pop("parallel", "single"),
-        devices=more.pop("devices", 1),
-        accelerator="cpu",
-        threads_per_device=1,
-        backend="gloo",
+        strategy=strategy, devices=devices, accelerator="cpu", backend="gloo"
     )
-    defaults: dict[str, Any] = {
-        "checkpoint": None,
-        "weights": None,
-        "topk": 3,
-        "batch_size": 32,
-        "workers": 0,
-    }
-    return PredictionRequest(run=run, images=images, parallel=parallel, **(defaults | more))
+    return PredictionRequest(run, images, None, None, topk, 32, 0, parallel)
 
 
 def predicted(ranks: Ranks, store: Any, what: PredictionRequest) -> Predictions:
@@ -142,7 +133,7 @@ def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
 def test_predictions_of_dp_and_ddp_match_those_of_single(
     finished_run: Finished, digits: Path, parallel: str, world: int
 ) -> None:
-    what = wanted(finished_run.folder, digits, parallel=parallel, devices=max(2, world))
+    what = wanted(finished_run.folder, digits, parallel, max(2, world))
     alone = predict(wanted(finished_run.folder, digits), Ranks(), None)
     for actual in in_ranks(predicted, world, what):
         assert list(actual) == list(alone)
