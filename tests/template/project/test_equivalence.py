@@ -64,18 +64,6 @@ AT_NIGHT = [
 ]
 
 
-def _case(training: str, spread: str) -> Any:
-    marks = [] if spread.startswith("dp") else [pytest.mark.processes]
-    if training != "sgd":
-        marks.append(pytest.mark.slow(seconds=2))
-    if (training, spread) in AT_NIGHT:
-        marks.append(pytest.mark.nightly)
-    return pytest.param(training, spread, marks=marks)
-
-
-CASES = [_case(*pair) for pair in EACH_COMMIT + AT_NIGHT]
-
-
 @dataclass
 class Trained:
     weights: dict[str, Tensor]
@@ -125,7 +113,10 @@ def distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, 
 
 
 @pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize(("training", "spread"), CASES)
+@pytest.mark.parametrize(
+    ("training", "spread"),
+    [*EACH_COMMIT, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in AT_NIGHT)],
+)
 def test_weights_losses_and_evaluations_of_dp_ddp_and_fsdp_match_single(
     trained: Callable[[str, str], Trained], training: str, spread: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -35,6 +36,7 @@ from timm_parallel.faults.heartbeat import (
 )
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
 from timm_parallel.faults.watchdog import LEAVE, judge
+from timm_parallel.launch.rank import run_rank
 from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
@@ -343,9 +345,6 @@ def steps_counted_in_own_loop(ranks: Ranks, store: Any, folder: Path) -> int:
     """Run a training loop that does not report its steps to the library, and return their number
     as the watchdog sees it.
     """
-    import torch
-
-    from timm_parallel.launch.rank import run_rank
 
     def loop(*given: object) -> None:
         weight = torch.nn.Parameter(torch.ones(1))
@@ -361,7 +360,6 @@ def steps_counted_in_own_loop(ranks: Ranks, store: Any, folder: Path) -> int:
 
 def fail_in_replaced_folder(ranks: Ranks, store: Any, folder: Path) -> int:
     """Run a training loop that fails after another run has taken the name of its folder."""
-    from timm_parallel.launch.rank import run_rank
 
     def loop(*given: object) -> None:
         folder.rename(folder.with_name("moved"))
