@@ -117,7 +117,6 @@ def run_warm(folder: Path, *overrides: str) -> Path:
 
 
 def losses_of(folder: Path) -> list[float]:
-    """Return the logged training losses of a run."""
     lines = read_lines(folder / "metrics.jsonl")
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
@@ -236,7 +235,6 @@ def start_run(
 def train_run(
     config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
 ) -> Run:
-    """Train a run to its end in this process, and return it."""
     run = start_run(config, folder, ranks, store)
     with run.training() as training:
         train(training)

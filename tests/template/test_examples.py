@@ -170,7 +170,6 @@ def train(conf: Path) -> Callable[..., Path]:
 
 
 def compose(conf: Path, example: str, spread: str, options: dict[str, str]) -> Any:
-    """Compose the config of an example."""
     own = ON_PAGES.get(example, [f"experiment={example}"])
     if example in ON_PAGES and example not in OWN_MODEL:
         own = ["model=tiny", *own]

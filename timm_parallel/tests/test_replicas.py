@@ -59,8 +59,6 @@ class Recurrent(nn.Module):
 
 
 class OneLoss(Task[Any]):
-    """Task with a model, and a loss of outputs and targets."""
-
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         self.loss = loss
 
@@ -223,8 +221,6 @@ sys.modules[HERE] = sys.modules[__name__]
 
 
 class Normed(Tiny):
-    """Tiny with BatchNorm."""
-
     __module__ = HERE
 
     def __init__(self, outputs: int, width: int) -> None:

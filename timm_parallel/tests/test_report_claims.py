@@ -43,7 +43,6 @@ def test_report_lists_every_claim_about_dp_and_ddp_as_supported_when_measurement
         ([("single", 1), ("dp", 2), ("ddp", 2)], True),
         ([("single", 1), ("ddp", 2)], False),
         ([("single", 1), ("dp", 2)], False),
-        ([("dp", 1), ("ddp", 1)], False),
         ([("dp", 2), ("ddp", 1)], False),
     ],
 )

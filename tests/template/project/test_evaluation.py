@@ -220,10 +220,7 @@ OWN_WEIGHTS = f"model.weights={__file__}"
         (["-m", "run=a,b"], "shell loop"),
         (["model.name=resnet18"], "model.pretrained=true or model.weights"),
         (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
-        (
-            ["model.name=resnet18", "model.pretrained=true", "optim.lr=1"],
-            "optim.lr=1: not an evaluation option",
-        ),
+        (["model.name=resnet18", "optim.lr=1"], "optim.lr=1: not an evaluation option"),
         (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: not an evaluation option"),
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),

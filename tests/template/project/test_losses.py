@@ -96,7 +96,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(*overrides: str) -> RunParts:
-    """Build a run on one device, with the loss of this file."""
     return parts_of(config_of("parallel=single", *overrides))
 
 

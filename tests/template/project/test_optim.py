@@ -135,8 +135,6 @@ def test_learning_rate_by_epoch_does_not_depend_on_steps_per_epoch(sched: str) -
 
 
 class Signs(torch.optim.Optimizer):
-    """Optimizer of a fork."""
-
     works_on_parts = True
 
     def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:

@@ -374,7 +374,6 @@ def test_predicted_png_masks_have_the_iou_that_evaluate_py_writes(
 
 
 def write_photos(folder: Path, *names: str) -> list[Path]:
-    """Write small images of different brightness."""
     paths = [folder / name for name in names]
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
