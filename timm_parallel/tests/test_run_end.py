@@ -106,7 +106,7 @@ def test_run_ends_at_the_first_logged_step_after_max_minutes_and_a_resume_adds_m
     assert (result.status, result.steps, result.seconds["training"]) == ("done", 4, 24)
     # The run ends with an evaluation and a checkpoint, in the middle of an epoch.
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl") if "val/loss" in line]
-    saved = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["progress"]
+    saved = contents_of(folder)["progress"]
     assert (saved["step"], saved["evaluated_at"], saved["seconds"]) == (4, 4, 24)
     # 0.8 minutes are eight steps in all, not eight more.
     result = train_for(0.8, folder)
@@ -146,7 +146,10 @@ def test_goodput_counts_kept_steps_of_all_segments_but_not_the_time_between_them
     first = read_result(run)
     assert first.goodput is not None and 0 < first.goodput < 1
     # The checkpoint says that the segment has trained for 1,000 seconds, of 2,000 in all.
-    set_trained_seconds(run, 1000.0)
+    contents = contents_of(run)
+    contents["progress"]["seconds"] = 1000.0
+    del contents["format"]
+    checkpoint.save(run / "checkpoints", contents, contents["progress"]["step"], 1, False)
     age(run, HOUR)
     path, before = run / "environment.json", run_seconds(run)
     changed = path.stat().st_mtime
@@ -162,14 +165,3 @@ def test_goodput_counts_kept_steps_of_all_segments_but_not_the_time_between_them
     assert 2000 + before < seconds < 2000 + HOUR
     assert second.goodput == pytest.approx(trained / (seconds + total), rel=0.02)
     assert "goodput" in (run / "console.txt").read_text()
-
-
-def set_trained_seconds(run: Path, seconds: float) -> None:
-    """Change the seconds of training steps in the checkpoint of a run."""
-    newest = checkpoint.load_newest(run)
-    assert newest is not None
-    contents = torch.load(newest[0], weights_only=True)
-    contents["progress"]["seconds"] = seconds
-    del contents["format"]
-    step = contents["progress"]["step"]
-    checkpoint.save(run / "checkpoints", contents, step, 1, False)

@@ -15,7 +15,7 @@ from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.run import checkpoint
 from timm_parallel.testing.ranks import in_ranks
-from timm_parallel.tests.small_runs import resolved, start_run, take_steps
+from timm_parallel.tests.small_runs import contents_of, resolved, start_run, take_steps
 
 # An epoch has six steps.
 SETTINGS = ("data.batch_size=10", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=1")
@@ -178,6 +178,6 @@ def test_weights_that_are_not_finite_are_not_saved_and_error_names_the_images_of
     message = in_ranks(overflow_at, 1, str(tmp_path), step)[0]
     assert f"the weights are not finite after step {step}" in message
     assert re.search(r"it read the training images \d+(, \d+){7} …", message), message
-    last = torch.load(tmp_path / "checkpoints" / "last.pt", weights_only=True)
+    last = contents_of(tmp_path)
     assert last["progress"]["step"] == step - 1
     assert all(tensor.isfinite().all() for tensor in last["model"].values())
