@@ -90,6 +90,15 @@ def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Pa
     return root
 
 
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder, without those of git and bytecode."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not {".git", "__pycache__"} & {*path.relative_to(folder).parts}
+    }
+
+
 def tiny(*overrides: str) -> list[str]:
     """Return TINY with the given overrides, which replace those of the same key."""
     return merged(*TINY, *overrides)
@@ -114,7 +123,6 @@ def run_warm(folder: Path, *overrides: str) -> Path:
 
 
 def losses_of(folder: Path) -> list[float]:
-    """Return the logged training losses of a run."""
     lines = read_lines(folder / "metrics.jsonl")
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
@@ -224,7 +232,6 @@ def parts_of(config: Any, ranks: Ranks | None = None, store: Any = None) -> RunP
 def train_run(
     config: ResolvedConfig, folder: Path, ranks: Ranks | None = None, store: Any = None
 ) -> Run:
-    """Train a run to its end in this process, and return it."""
     run = start_run(config, folder, ranks, store)
     with run.training() as training:
         train(training)

@@ -20,11 +20,10 @@ import pytest
 import timm
 import torch
 from pages import EXTEND_PAGES, all_commands, code_of, name_of, read
-from PIL import Image
 
 from src.app import app
 from tests.template import cluster_commands
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, draw_images
 from timm_parallel.checked_configs import check_config
 from timm_parallel.config.compose import compose_command
 from timm_parallel.config.explain import is_known
@@ -202,16 +201,9 @@ def test_config_of_a_copied_example_is_resolved(
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of two classes, in train/ and val/, and in a CSV with folds and numbers."""
     root = tmp_path_factory.mktemp("photos")
+    draw_images(root, "train/rose", "train/tulip", "val/rose", "val/tulip", count=8, size=40)
     rows = ["file,label,fold,age"]
-    for number in range(24):
-        file = (
-            root
-            / ("val" if number % 3 == 0 else "train")
-            / ("rose", "tulip")[number % 2]
-            / f"{number}.png"
-        )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 40), (number * 10, 0, 200 * (number % 2))).save(file)
+    for number, file in enumerate(sorted(root.rglob("*.png"))):
         rows.append(f"{file.relative_to(root)},{file.parent.name},{number % 5},{number}")
     (root / "labels.csv").write_text("\n".join(rows))
     return root

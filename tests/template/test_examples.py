@@ -169,7 +169,6 @@ def train(conf: Path) -> Callable[..., Path]:
 
 
 def compose(conf: Path, example: str, spread: str, options: dict[str, str]) -> Any:
-    """Compose the config of an example."""
     own = ON_PAGES.get(example, [f"experiment={example}"])
     if example in ON_PAGES and example not in OWN_MODEL:
         own = ["model=tiny", *own]
@@ -218,6 +217,12 @@ def _cases() -> list[Any]:
     return cases + [(example, "ddp2_accumulated") for example in EACH_COMMIT]
 
 
+def some_at_each_commit(names: list[str], *chosen: str) -> list[Any]:
+    """Return parameter sets of which those that are not chosen are nightly."""
+    nightly = [pytest.mark.nightly]
+    return [pytest.param(name, marks=[] if name in chosen else nightly) for name in names]
+
+
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(("example", "spread"), _cases())
@@ -239,18 +244,9 @@ def test_example_is_refused_under_strategies_that_it_does_not_support(
 
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize(
-    "example",
-    [
-        # Those with averages, phases, a loss with parameters and a schedule with a state have more
-        # to resume than a network.
-        pytest.param(
-            name,
-            marks=[] if name in ("byol", "gan", "arcface", "plateau") else [pytest.mark.nightly],
-        )
-        for name in NAMES
-    ],
-)
+# Examples with averages, phases, a loss with parameters and a schedule with a state have more to
+# resume than a network.
+@pytest.mark.parametrize("example", some_at_each_commit(NAMES, "byol", "gan", "arcface", "plateau"))
 def test_example_resumes_exactly(train: Any, example: str, tmp_path: Path) -> None:
     spread = example if example in LOCAL_SGD else "single"
     whole = train(example, spread)
@@ -284,18 +280,12 @@ def evaluated(run: Path) -> dict[str, Any]:
     return dict(evaluate_config(config, build_strategy(config), run, "val", "last"))["val"]
 
 
-def _evaluated_cases() -> list[Any]:
-    at_every_commit = ("detr", "macro_f1", "mean_teacher")
-    return [
-        pytest.param(name, marks=[] if name in at_every_commit else [pytest.mark.nightly])
-        for name in NAMES
-        if name not in LOCAL_SGD
-    ]
-
-
 @pytest.mark.processes
 @pytest.mark.slow(seconds=3)
-@pytest.mark.parametrize("example", _evaluated_cases())
+@pytest.mark.parametrize(
+    "example",
+    some_at_each_commit(sorted({*NAMES} - {*LOCAL_SGD}), "detr", "macro_f1", "mean_teacher"),
+)
 def test_evaluation_of_an_example_repeats_the_numbers_of_its_run(train: Any, example: str) -> None:
     run = train(example, "single")
     result, repeated = read_result(run), evaluated(run)

@@ -1,23 +1,30 @@
-"""`make fork` makes a clone the user's project; tested in a scratch copy with git."""
+"""`make fork` makes a clone the user's project. Its own checks pass, its commands work, and its
+library works without the template.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import code_of, read
+from PIL import Image
+from test_extend_pages import EXAMPLES
 
 from scripts.install import out_of_step
 from scripts.maintain.fork import KEPT_RECIPES, OLD_NAME, REMOVED, add_holder, main, web_address
 from tests.template.repositories import NEEDS_GIT, git
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, files_below
 
 pytestmark = NEEDS_GIT
 URL = "https://example.org/owner/template"
@@ -41,18 +48,6 @@ def fork_of(clone: Path, wheel: Path) -> Any:
     return make_fork
 
 
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not {".git", "__pycache__"} & {*path.relative_to(folder).parts}
-    }
-
-
 def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
     fork_of: Any, clone: Path
 ) -> None:
@@ -71,7 +66,7 @@ def test_make_fork_names_the_project_and_links_to_the_pages_of_its_commit(
         ],
         "template_commit": commit,
     }
-    named = {name for name, contents in files_of(clone).items() if OLD_NAME.encode() in contents}
+    named = {name for name, contents in files_below(clone).items() if OLD_NAME.encode() in contents}
     # The README tells on what the project is built.
     assert {name for name in named if not name.endswith(".whl")} == {"README.md", "Makefile"}
     assert git(clone, "status", "--porcelain", "--untracked-files=all").count("??") == 0
@@ -133,10 +128,10 @@ def test_make_fork_changes_nothing_when_the_wheel_cannot_be_built(
 ) -> None:
     (clone / "timm_parallel" / "pyproject.toml").write_text('[project]\nversion = "1"\nwrong')
     git(clone, "commit", "-qam", "a mistake")
-    before = files_of(clone)
+    before = files_below(clone)
     assert main(["mine", f"--root={clone}"]) == 2
     assert "LIBRARY=source" in capsys.readouterr().err
-    assert files_of(clone) == before
+    assert files_below(clone) == before
 
 
 def test_fork_has_the_library_as_a_wheel_and_no_file_that_only_the_template_needs(
@@ -162,7 +157,7 @@ def test_fork_has_the_library_as_a_wheel_and_no_file_that_only_the_template_need
     assert {path.name for path in (mine / "scripts").glob("*.py")} == {
         path.name for path in (ROOT / "scripts").glob("*.py")
     }
-    assert files_of(mine / "examples") == files_of(ROOT / "examples")
+    assert files_below(mine / "examples") == files_below(ROOT / "examples")
 
 
 def test_fork_with_the_library_as_source_and_the_pages_has_their_files(
@@ -173,8 +168,8 @@ def test_fork_with_the_library_as_source_and_the_pages_has_their_files(
     assert "vendor" not in read(mine / "requirements.txt") + read(mine / "requirements.lock")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "wheel")
-    assert files_of(mine / "timm_parallel") == files_of(tmp_path / "wheel" / "timm_parallel")
-    assert files_of(mine / "docs") == files_of(ROOT / "docs")
+    assert files_below(mine / "timm_parallel") == files_below(tmp_path / "wheel" / "timm_parallel")
+    assert files_below(mine / "docs") == files_below(ROOT / "docs")
     links = re.findall(r"\((docs[^)]*)\)", read(mine / "README.md"))
     assert len(links) == 2 and all((mine / link).exists() for link in links)
 
@@ -199,3 +194,132 @@ def test_commands_that_make_fork_prints_can_be_pasted(
     assert "template" in git(mine, "remote").splitlines()
     helped = subprocess.run(["make", "help"], cwd=mine, capture_output=True, text=True, check=True)
     assert "make own-library" in helped.stdout and "make bench" not in helped.stdout
+
+
+SMALL_PROJECT = ROOT / "timm_parallel" / "tests" / "small_project"
+
+
+def run_in(folder: Path, *command: str, codes: tuple[int, ...] = (0,)) -> str:
+    """Run a command without the variables of this test run. `codes`: expected exit codes."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTEST_") and name != "PYTHONPATH"
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode in codes, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_wheel_contains_the_library_and_its_license_without_tests(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (license_file,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+        assert "Copyright (c)" in archive.read(license_file).decode()
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "timm_parallel").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    expected -= {name for name in expected if name.startswith("timm_parallel/tests/")}
+    expected.remove("timm_parallel/pyproject.toml")
+    assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=15)
+def test_installed_wheel_trains_a_project_outside_this_repository(
+    environment: Path, tmp_path: Path
+) -> None:
+    project = shutil.copytree(SMALL_PROJECT, tmp_path / "project")
+    python = str(environment / "bin" / "python")
+    library = run_in(project, python, "-c", "import timm_parallel; print(timm_parallel.__file__)")
+    assert Path(library).is_relative_to(environment)
+    overrides = ("parallel=ddp", "parallel.devices=2", "train.max_steps=2")
+    run_in(project, python, "train.py", *overrides, f"hydra.run.dir={tmp_path / 'run'}")
+    result = json.loads(read(tmp_path / "run" / "result.json"))
+    assert (result["status"], result["world_size"], result["steps"]) == ("done", 2, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=120)
+def test_tests_of_the_library_pass_without_the_template(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "timm_parallel", tmp_path / "timm_parallel")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    options = ("-p", "timm_parallel.testing.fixtures", "-n0", "-m", "not slow and not nightly")
+    output = run_in(tmp_path, sys.executable, "-m", "pytest", *options, "timm_parallel/tests")
+    assert " passed" in output and " failed" not in output
+
+
+# A tiny run of a second.
+TINY = ("model=tiny", "data.limit_train=128", "data.batch_size=32", "train.epochs=1")
+
+
+@pytest.fixture
+def mine(fork_of: Any) -> Path:
+    """Make a fork whose README is its own."""
+    folder: Path = fork_of("mine")
+    (folder / "README.md").write_text("Own words.\n", encoding="utf-8")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "mine")
+    return folder
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.slow(seconds=90)
+def test_make_lint_test_of_a_fork_passes_with_all_examples_of_docs_extend_md(
+    mine: Path, environment: Path
+) -> None:
+    # Copy the cache of mypy if `make lint` has left one, because mypy takes half a minute to check
+    # torch.
+    if (ROOT / ".mypy_cache").is_dir():
+        shutil.copytree(ROOT / ".mypy_cache", mine / ".mypy_cache")
+    for example in EXAMPLES.values():
+        example.follow(mine)
+    python = str(environment / "bin" / "python")
+    run_in(mine, python, "scripts/schema.py")
+    # The recipe of docs/quickstart.md.
+    [recipe] = code_of("docs/quickstart.md", "yaml")
+    (mine / "conf" / "experiment" / "second.yaml").write_text(recipe, encoding="utf-8")
+    shown = run_in(mine, python, "train.py", "experiment=second", "--cfg", "job")
+    assert "name: resnet50" in shown
+    # Start no workers, because other tests run at the same time.
+    run_in(mine, "make", f"VENV={environment}", "lint", "test", "ARGS=-n0")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=120)
+def test_commands_of_a_fork_work_with_the_library_as_a_wheel(mine: Path, environment: Path) -> None:
+    python = str(environment / "bin" / "python")
+
+    def run(*words: str, codes: tuple[int, ...] = (0,)) -> str:
+        return run_in(mine, python, *words, codes=codes)
+
+    library = run("-c", "import timm_parallel; print(timm_parallel.__file__)")
+    assert Path(library).is_relative_to(environment)
+    run("train.py", *TINY, "parallel=ddp", "parallel.devices=2", "hydra.run.dir=outputs/two")
+    result = json.loads(read(mine / "outputs/two/result.json"))
+    assert (result["status"], result["world_size"]) == ("done", 2)
+    run("train.py", *TINY, "parallel=single", "train.max_steps=2", "hydra.run.dir=outputs/one")
+    run("train.py", "resume=outputs/one", "train.max_steps=4")
+    assert json.loads(read(mine / "outputs/one/result.json"))["steps"] == 4
+    run("evaluate.py", "run=outputs/two")
+    Image.new("L", (8, 8)).save(mine / "photo.png")
+    run("scripts/predict.py", "run=outputs/two", "images=photo.png", "output=labels.csv")
+    assert (mine / "labels.csv").exists()
+    run("scripts/export.py", "run=outputs/two")
+    # Use jobs with one rank, which are forked from one server that imports torch once.
+    sweep = ("-m", "parallel=single", "seed=1,2", "hydra.sweep.dir=outputs/sweep")
+    run("train.py", *TINY, *sweep)
+    assert len([*mine.glob("outputs/sweep/*/result.json")]) == 2
+    with open(mine / "src/models/build.py", "a") as code:
+        code.write("# changed\n")
+    words = (*TINY, "parallel=single", "sweep.repeats=2")
+    run("scripts/verdict.py", "base=HEAD", *words, codes=(0, 3, 4))
+    slurm = ("cluster=slurm", "cluster.cpus=2", "cluster.submit=false")
+    run("train.py", *slurm, "hydra.run.dir=outputs/job")
+    assert (mine / "outputs/job/job.sbatch").exists()

@@ -102,17 +102,12 @@ def test_timm_argument_keeps_its_value_in_the_equivalent_config_key(name: str) -
         "clip_mode": "agc",
     }
     value = not default if isinstance(default, bool) else of_text.get(name, 3)
-    first = needed[0][0] if needed else "data_dir"
-    given = (
-        {"sched": first.removeprefix("sched=")}
-        if "=" in first
-        else {first: "/data" if first == "data_dir" else 1.0}
-    )
-    assert convert(TimmArguments({**given, name: value}))[key] == value
+    # The key has an effect only together with the first of the needed arguments.
+    first, _, sched = (needed[0][0] if needed else "").partition("=")
+    given = {first: sched or 1.0} if first else {}
+    assert converted(**{**given, name: value})[key] == value
     if needed:
-        assert key not in converted(
-            **{"sched": "constant"} if "=" in first else {}, **{name: value}
-        )
+        assert key not in converted(**{"sched": "constant"} if sched else {}, **{name: value})
 
 
 @pytest.mark.parametrize("name", TABLE["missing"])

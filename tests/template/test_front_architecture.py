@@ -9,14 +9,15 @@ from importlib import import_module
 
 import pytest
 
-from timm_parallel.tests.architecture import (
+from timm_parallel.tests.test_architecture import (
+    ALLOWED,
     ROOT,
+    broken_rules_of,
     find_cycle,
     private_names,
     public_names,
     python_files,
 )
-from timm_parallel.tests.test_architecture import ALLOWED, broken_rules_of
 
 PROJECT = ("train.py", "evaluate.py", "src")
 MAY_IMPORT = {

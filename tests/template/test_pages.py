@@ -14,21 +14,15 @@ import pandas as pd
 import pytest
 import timm
 import torch
-from pages import (
-    PAGES,
-    anchors,
-    code_of,
-    commands_of,
-    links_of,
-    outputs_of,
-    read,
-)
+from pages import PAGES, anchors, code_of, commands_of, links_of, name_of, outputs_of, read
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
+from scripts.maintain.docs_outputs import FLOWERS, captured, copy_project, draw_flowers
 from src.commands.evaluate import table_of
 from src.data.datasets import Digits
 from src.schema import DataConfig, OptimConfig, TrainConfig
+from tests.template.library.test_typical_mistakes import KEYS, suggestions_for
 from tests.template.runs import ROOT, run_warm, task_of
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import InMemory
@@ -194,3 +188,51 @@ def test_documentation_site_builds_and_the_build_fails_on_a_broken_link(tmp_path
         "the page loads a file from the network"
     )
     assert site.build(tmp_path / "broken", extra="[nowhere](nowhere.md)") != 0
+
+
+def test_from_lightning_page_lists_the_keys_that_error_messages_suggest() -> None:
+    page = read("docs/from_lightning.md")
+    table = page.split("| there, on the command line | here |")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]
+    assert len(rows) > 30
+    wrong = []
+    for there, here in rows:
+        allowed = re.findall(r"`([^`]+)`", here)
+        for word in re.findall(r"`([^`]+)`", there):
+            key = word.partition("=")[0]
+            if key in KEYS:
+                continue
+            found, has_none = suggestions_for(word)
+            is_named = bool(found) and any(
+                name == found[0] or name.startswith(f"{found[0]}=") for name in allowed
+            )
+            if not (is_named or (has_none and here.startswith("no key"))):
+                wrong.append((word, found))
+    assert wrong == []
+
+
+def words_of(output: str) -> list[str]:
+    """Replace numbers, hashes, drawn classes and the lines of tables, which differ between runs."""
+    text = re.sub(r"'[0-9a-f]{16}'|[-+]?\d[\d,.:/-]*(?:e[-+]\d+)?", "#", output)
+    text = re.sub("|".join(FLOWERS), "<class>", text)
+    text = re.sub(r"\bthreads\b", "thread", text)
+    text = re.sub("[━─┃│┏┳┓┡╇┩└┴┘┌┐├┤]+", "|", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.mark.slow(seconds=60)
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.parametrize("page", [page for page in PAGES if outputs_of(page)], ids=name_of)
+def test_output_shown_on_a_page_has_the_same_words_as_a_new_run_of_the_command(
+    page: Path, tmp_path: Path
+) -> None:
+    """A failure means that a message has changed since `make docs-outputs` was run."""
+    copy_project(tmp_path / "project")
+    draw_flowers(tmp_path / "data")
+    different = []
+    for shown in outputs_of(page):
+        output = captured(shown.command, shown.lines, tmp_path / "project", tmp_path / "data")
+        words = {*words_of(shown.text)} ^ {*words_of(output)}
+        different += [(shown.command, line) for line in words]
+    assert different == []

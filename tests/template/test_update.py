@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from pages import read
 
 from scripts.install import out_of_step
 from scripts.maintain.fork import main as make_fork
 from scripts.update import main
 from tests.template.repositories import NEEDS_GIT, git
-from tests.template.runs import ROOT
+from tests.template.runs import ROOT, files_below
 
 pytestmark = NEEDS_GIT
 # Script `make fork` of a small template: it renames the README, which names the commit, deletes
@@ -158,24 +159,12 @@ def make_small_fork(folder: Path, *options: str) -> Path:
 
 def state(folder: Path) -> tuple[str, str, dict[str, bytes]]:
     """Return HEAD, git's status with ignored files, and the contents of all files outside .git."""
-    files = {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and ".git" not in path.relative_to(folder).parts
-    }
-    return (
-        git(folder, "rev-parse", "HEAD"),
-        git(folder, "status", "--porcelain", "--ignored"),
-        files,
-    )
+    status = git(folder, "status", "--porcelain", "--ignored")
+    return git(folder, "rev-parse", "HEAD"), status, files_below(folder)
 
 
 def update(folder: Path, *arguments: str, test: str = "true") -> int:
     return main([*arguments, "--test", test, "--root", str(folder)])
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow(seconds=2)
@@ -260,7 +249,8 @@ def test_make_update_names_conflicting_files_and_changes_nothing_unless_keep_lis
     assert read(mine / "timm_parallel/core.py") == "VERSION = 2\n"
 
 
-def test_make_update_restores_the_fork_when_a_test_fails(
+@pytest.mark.slow(seconds=1)
+def test_make_update_restores_the_fork_when_a_test_fails_but_overwrites_no_file_edited_meanwhile(
     template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     commit(template, NEWER)
@@ -274,13 +264,6 @@ def test_make_update_restores_the_fork_when_a_test_fails(
     assert "FAILED test_third" in output.out
     assert "exited with 5" in output.err and output.err.count("\n") == 1
     assert state(mine) == before
-
-
-@pytest.mark.slow(seconds=1)
-def test_failed_make_update_never_overwrites_a_file_edited_during_the_tests(
-    template: Path, mine: Path
-) -> None:
-    commit(template, NEWER)
     assert update(mine, test="sh -c 'echo edited >> src/own.py; exit 1'") == 1
     assert read(mine / "src/own.py") == "# mine\nedited\n"
     assert git(mine, "status", "--porcelain") == "M src/own.py"
@@ -317,46 +300,35 @@ def test_git_reset_restores_a_fork_after_make_update_was_killed(template: Path, 
 
 
 @pytest.mark.parametrize(
-    "reason", ["no fork", "uncommitted", "no remote", "not the template", "unknown base", "ignored"]
+    ("reason", "expected"),
+    [
+        ("no fork", ".template.json"),
+        ("uncommitted", "uncommitted"),
+        ("no remote", "FROM="),
+        ("not the template", "FROM="),
+        ("unknown base", "template_commit="),
+        ("ignored", "local/mine"),
+    ],
 )
 def test_make_update_refuses_an_unsuitable_fork_or_source_and_changes_nothing(
-    reason: str, template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    reason: str, expected: str, template: Path, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = copy_of(template, tmp_path / "mine", shared=True)
-    source = str(template)
-    expected = {
-        "no fork": ".template.json",
-        "uncommitted": "uncommitted",
-        "no remote": "FROM=",
-        "not the template": "FROM=",
-        "unknown base": "template_commit=",
-        "ignored": "local/own.yaml",
-    }[reason]
-    if reason != "no fork":
-        subprocess.run(
-            [sys.executable, "scripts/maintain/fork.py", "mine", "--holder=Ada"],
-            cwd=folder,
-            check=True,
-        )
-        commit(folder, {})
-    if reason == "uncommitted":
-        write(folder, {"note": "mine"})
-    elif reason == "no remote":
-        source = str(tmp_path / "nowhere")
-    elif reason == "not the template":
-        source = str(folder)
+    source = {"no remote": mine / "nowhere", "not the template": mine}.get(reason, template)
+    if reason == "no fork":
+        commit(mine, {".template.json": None})
+    elif reason == "uncommitted":
+        write(mine, {"note": "mine"})
     elif reason == "unknown base":
-        commit(folder, {".template.json": json.dumps({"options": [], "template_commit": "1" * 40})})
+        commit(mine, {".template.json": json.dumps({"options": [], "template_commit": "1" * 40})})
     elif reason == "ignored":
-        write(folder, {"local/own.yaml": "mine"})
-        write(template, {"local/own.yaml": "the template's"})
-        git(template, "add", "--force", "local/own.yaml")
+        write(template, {"local/mine": "the template's"})
+        git(template, "add", "--force", "local/mine")
     commit(template, NEWER)
-    before = state(folder)
-    assert update(folder, "--from", source) == 2
+    before = state(mine)
+    assert update(mine, "--from", str(source)) == 2
     error = capfd.readouterr().err
     assert error.startswith("update: ") and expected in error and error.count("\n") == 1
-    assert state(folder) == before
+    assert state(mine) == before
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def take_steps(started_run: Run) -> Iterator[dict[str, float | None]]:
 
 
 def contents_of(folder: Path) -> dict[str, Any]:
-    """Load the newest checkpoint of a run."""
     path = folder / "checkpoints" / "last.pt"
     return dict(torch.load(path, weights_only=True))
 

@@ -34,12 +34,13 @@ from timm_parallel.patches import (
 )
 
 
-def repository_of(folder: str) -> ConfigRepository:
+def search_path(**places: str) -> ConfigSearchPathImpl:
     # The first use of the plugins registers the sources that Hydra can read configs from.
     Plugins.instance()
     search = ConfigSearchPathImpl()
-    search.append("main", folder)
-    return ConfigRepository(search)
+    for provider, place in places.items():
+        search.append(provider, place)
+    return search
 
 
 def test_help_of_train_is_printed_although_argparse_checks_help_texts_as_in_python_3_14(
@@ -81,7 +82,7 @@ def test_patch_makes_hydra_share_the_config_store_instead_of_copying_the_store(
         return store
 
     monkeypatch.setattr(ConfigStore, "__deepcopy__", record, raising=False)
-    CachingConfigRepository(repository_of("structured://"))
+    CachingConfigRepository(ConfigRepository(search_path(main="structured://")))
     assert copied == [store]
     share_config_store()
     assert copy.deepcopy(store) is store
@@ -92,13 +93,9 @@ def test_patched_hydra_loader_keeps_a_missing_value_over_that_of_an_earlier_file
 ) -> None:
     for name, text in (("first", "a: 1\nb: 2"), ("second", "a: ???\nc: ???"), ("third", "c: 3")):
         (tmp_path / f"{name}.yaml").write_text(text)
-    Plugins.instance()
-    search = ConfigSearchPathImpl()
-    search.append("main", f"file://{tmp_path}")
-    search.append("schema", "structured://")
     composed = []
     for patched in (False, True):
-        loader = ConfigLoaderImpl(search)
+        loader = ConfigLoaderImpl(search_path(main=f"file://{tmp_path}", schema="structured://"))
         if patched:
             keep_missing_values(loader)
         tree = loader._compose_config_from_defaults_list(

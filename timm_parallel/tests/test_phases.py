@@ -161,20 +161,7 @@ def test_each_phase_trains_only_its_networks(train: Callable[..., Trained], tmp_
             assert difference < 1e-20 if is_frozen else difference > 1e-6, (frozen, name)
 
 
-def test_each_phase_logs_its_loss_learning_rate_and_gradient_norm(
-    train: Callable[..., Trained],
-) -> None:
-    first = train("pair", "+optim.of={critic: {lr: 0.02}}")[0][0]
-    assert set(first) == {
-        *("train/loss", "train/loss_model", "train/loss_critic", "train/guess"),
-        *("lr_model", "lr_critic", "train/grad_norm_model", "train/grad_norm_critic"),
-    }
-    assert (first["lr_model"], first["lr_critic"]) == (0.1, 0.02)
-    sum_of_phases = first["train/loss_model"] + first["train/loss_critic"]
-    assert first["train/loss"] == pytest.approx(sum_of_phases)
-
-
-def test_draws_of_the_phases_of_a_step_differ(
+def test_each_phase_has_its_own_draws_and_logs_its_loss_learning_rate_and_gradient_norm(
     train: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Tensor] = {}
@@ -185,8 +172,15 @@ def test_draws_of_the_phases_of_a_step_differ(
         return inherited(task, networks, batch, phase)
 
     monkeypatch.setattr(Pair, "losses", noted)
-    train("pair")
+    first = train("pair", "+optim.of={critic: {lr: 0.02}}")[0][0]
     assert not torch.isclose(drawn["model"], drawn["critic"]).any()
+    assert set(first) == {
+        *("train/loss", "train/loss_model", "train/loss_critic", "train/guess"),
+        *("lr_model", "lr_critic", "train/grad_norm_model", "train/grad_norm_critic"),
+    }
+    assert (first["lr_model"], first["lr_critic"]) == (0.1, 0.02)
+    sum_of_phases = first["train/loss_model"] + first["train/loss_critic"]
+    assert first["train/loss"] == pytest.approx(sum_of_phases)
 
 
 def test_average_moves_once_per_optimizer_step(tmp_path: Path) -> None:
@@ -202,50 +196,35 @@ def test_average_moves_once_per_optimizer_step(tmp_path: Path) -> None:
     assert not torch.allclose(slow, model, rtol=1e-2)
 
 
-class WithTensor(Position):
-    def networks(self, model: nn.Module) -> dict[str, nn.Module]:
-        self.center = torch.zeros(3)
-        return {"model": model}
-
-
-class WithoutModel(Position):
-    def networks(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {"backbone": model}
-
-
-class WithNameOfTorch(Position):
-    def networks(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {"model": model, "values": nn.Linear(2, 2)}
-
-
-class Unknown(Pair):
-    phases = {"model": ("model", "generator")}
-
-
-class Untrained(Pair):
-    phases = {"model": ("model",)}
-
-
-class Twice(Pair):
-    phases = {"model": ("model", "critic"), "critic": ("critic",)}
+def networks_and_tensor(task: Any, model: nn.Module) -> dict[str, nn.Module]:
+    task.center = torch.zeros(3)
+    return {"model": model, "critic": nn.Linear(2, 1)}
 
 
 @pytest.mark.parametrize(
-    ("task", "named"),
+    ("changes", "named"),
     [
-        ("WithTensor", "the attribute center is a Tensor"),
-        ("WithoutModel", "must return the network `model`"),
-        ("WithNameOfTorch", "values cannot be the name of a network"),
-        ("Unknown", "there is no network generator"),
-        ("Untrained", r"no phase trains critic\.layer\.weight"),
-        ("Twice", r"critic\.layer\.weight is trained in the phases critic, model"),
+        ({"networks": networks_and_tensor}, "the attribute center is a Tensor"),
+        ({"networks": lambda _, model: {"backbone": model}}, "must return the network `model`"),
+        (
+            {"networks": lambda _, model: {"model": model, "values": nn.Linear(2, 2)}},
+            "values cannot be the name of a network",
+        ),
+        ({"phases": {"model": ("model", "generator")}}, "there is no network generator"),
+        ({"phases": {"model": ("model",)}}, r"no phase trains critic\.layer\.weight"),
+        (
+            {"phases": {"model": ("model", "critic"), "critic": ("critic",)}},
+            r"critic\.layer\.weight is trained in the phases critic, model",
+        ),
     ],
 )
 def test_task_is_refused_when_it_holds_or_trains_its_networks_wrongly(
-    task: str, named: str, tmp_path: Path
+    changes: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in changes.items():
+        monkeypatch.setattr(Pair, name, value)
     with pytest.raises(ValueError, match=rf"^train\.task.*{named}") as refusal:
-        start_run(config_of(task), tmp_path)
+        start_run(config_of("pair"), tmp_path)
     assert "\n" not in str(refusal.value)
 
 
@@ -313,9 +292,7 @@ def without_a_log(training: Training) -> None:
 
 
 def without_the_last_steps(training: Training) -> None:
-    for step in training.steps():
-        training.log(step.train())
-        break
+    training.log(next(iter(training.steps())).train())
 
 
 def run_with(loop: Callable[[Training], None], folder: Path) -> None:

@@ -7,11 +7,13 @@ each, and targets of unequal length.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from small.app import app
 from small.config import Config, DataConfig, ResolvedConfig
 from small.data import Scattered, Spots
 from small.model import Tiny
@@ -27,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from timm_parallel import Training, compose, resolve
+from timm_parallel.entry import run_command
 from timm_parallel.launch.rank import train
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
@@ -301,3 +305,31 @@ def test_command_with_a_wrong_key_value_or_name_is_refused_with_a_fix(
     refuse: Refuse, line: str
 ) -> None:
     assert REFUSED[line] in refuse(*line.split())
+
+
+@dataclass
+class OtherConfig(Config):
+    """Config class of the copy."""
+
+
+def test_compose_uses_the_config_classes_and_files_of_the_current_app(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed = compose()
+    assert (type(composed), composed.train.epochs) == (Config, 3)
+    shutil.copytree(app.root / "conf", tmp_path / "conf")
+    main = tmp_path / "conf" / "train.yaml"
+    main.write_text(main.read_text().replace("epochs: 3", "epochs: 5"))
+    # Building an app makes it the current one. Undo this after the test.
+    monkeypatch.setattr("timm_parallel.app._current", app)
+    replace(app, root=tmp_path, config=OtherConfig)
+    copied = compose()
+    assert (type(copied), copied.train.epochs) == (OtherConfig, 5)
+
+
+def test_error_starts_with_the_name_of_the_script_that_was_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/projects/fork/fit.py", "seed=-1"])
+    assert run_command(app) == 2
+    assert capsys.readouterr().err.startswith("fit.py: seed=-1: ")

@@ -1,8 +1,14 @@
-"""Evaluation reproduces the metrics of a checkpoint."""
+"""Evaluation reproduces the metrics of a checkpoint. With worst=N, it writes a page of the images
+with the highest loss.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,15 +21,22 @@ from torch.nn import functional
 from torchvision.transforms import v2
 
 import evaluate as entry
-from src.commands.evaluate import evaluate_config
+from src.commands.evaluate import _check_head, evaluate_config, worst_images
 from src.commands.load import load_trained
 from src.commands.predict import predict
 from src.data.transforms import OnImage
-from src.schema import ModelConfig
+from src.schema import ModelConfig, ResolvedConfig, ResolvedTrain
 from src.tasks.classification import Classification
-from src.tasks.images import ImageTask
+from src.tasks.images import ImageTask, find_task
 from src.train.build import build_data_and_model
-from tests.template.runs import cpu_strategy, evaluate_batches, resolved, run_python, run_warm
+from tests.template.runs import (
+    cpu_strategy,
+    evaluate_batches,
+    own,
+    resolved,
+    run_python,
+    run_warm,
+)
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.config.compose import save_config
 from timm_parallel.data.build import build_dataset
@@ -34,12 +47,17 @@ from timm_parallel.parallel.strategy import Single, build_strategy
 from timm_parallel.record.result import read_result
 from timm_parallel.task import Evaluation
 from timm_parallel.testing.commands import Finished
+from timm_parallel.testing.ranks import in_ranks
 
 
-def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine(tmp_path: Path) -> None:
+def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine_and_compiles_no_model(
+    tmp_path: Path,
+) -> None:
     slurm = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2")
-    save_config(resolved(*slurm, "parallel=ddp"), tmp_path)
-    parallel = compose_evaluation(tmp_path, [], None).parallel
+    save_config(resolved(*slurm, "parallel=ddp", "model.compile=true"), tmp_path)
+    config = compose_evaluation(tmp_path, [], None)
+    assert isinstance(config.model, ModelConfig) and not config.model.compile
+    parallel = config.parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
     spread = ["parallel=ddp", "parallel.backend=gloo"]
@@ -67,13 +85,6 @@ def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
 
 def _flip(image: Tensor) -> Tensor:
     return image.flip(1)
-
-
-def test_evaluation_does_not_compile_the_model_of_a_run_with_model_compile(tmp_path: Path) -> None:
-    save_config(resolved("parallel=ddp", "parallel.devices=2", "model.compile=true"), tmp_path)
-    config = compose_evaluation(tmp_path, ["parallel=dp", "parallel.devices=2"], None)
-    assert isinstance(config.model, ModelConfig) and not config.model.compile
-    assert config.parallel.strategy == "dp"
 
 
 def test_head_outputs_beyond_dataset_classes_are_never_predicted() -> None:
@@ -178,36 +189,27 @@ def test_evaluate_py_reproduces_metrics_of_best_and_last_checkpoint(
     assert last["loss"] == pytest.approx(result["val"]["loss"], rel=1e-6)
 
 
-def damaged(folder: Path) -> str:
+@pytest.mark.processes
+def test_evaluate_py_refuses_a_damaged_or_missing_checkpoint_or_that_of_another_model(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(finished_run.folder, tmp_path / "run")
+
+    def refusal() -> str:
+        assert entry.main([f"run={folder}"]) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and err.startswith("evaluate.py: "), err
+        return err
+
+    config, text = folder / "config.yaml", (folder / "config.yaml").read_text()
+    config.write_text(text.replace("embed_dim: 48", "embed_dim: 96"))
+    assert "a different model" in refusal()
+    config.write_text(text)
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:1000])
-    return "best.pt"
-
-
-def emptied(folder: Path) -> str:
+    assert "best.pt" in refusal()
     shutil.rmtree(folder / "checkpoints")
-    return "checkpoint"
-
-
-def of_another_model(folder: Path) -> str:
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("embed_dim: 48", "embed_dim: 96"))
-    return "a different model"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("spoil", [damaged, emptied, of_another_model])
-def test_evaluate_py_refuses_unusable_checkpoint_in_one_line(
-    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Any
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished_run.folder, folder)
-    reason = spoil(folder)
-    assert entry.main([f"run={folder}"]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert reason in err and err.startswith("evaluate.py: ")
+    assert "checkpoint" in refusal()
 
 
 OWN_WEIGHTS = f"model.weights={__file__}"
@@ -220,14 +222,12 @@ OWN_WEIGHTS = f"model.weights={__file__}"
         (["-m", "run=a,b"], "shell loop"),
         (["model.name=resnet18"], "model.pretrained=true or model.weights"),
         (["model.name=resnet18", "checkpoint=best"], "give run=<run folder> too"),
-        (
-            ["model.name=resnet18", "model.pretrained=true", "optim.lr=1"],
-            "optim.lr=1: not an evaluation option",
-        ),
+        (["model.name=resnet18", "optim.lr=1"], "optim.lr=1: not an evaluation option"),
         (["run=/nowhere", "model.name=resnet18"], "model.name=resnet18: not an evaluation option"),
         (["run=/nowhere", "data.rot=/x"], "did you mean data.root"),
         (["run=/nowhere"], "/nowhere"),
         (["run=/nowhere", "splt=val"], "did you mean split"),
+        (["run=/nowhere", "page=worst.html"], "page=worst.html"),
         (["run=/nowhere", "split=train"], "split: invalid choice: 'train'"),
         ([OWN_WEIGHTS, "parallel.devices=2"], "parallel.devices=2: single uses one device"),
         ([OWN_WEIGHTS, "data.mean=[0.5]"], "data.mean and data.std: set both or neither"),
@@ -269,11 +269,95 @@ def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
 
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
-    from src.commands.evaluate import _check_head
-    from src.schema import ResolvedConfig
-
     model = nn.Linear(2, 2)
     model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]
     _check_head(ResolvedConfig(), model, 1000)
     with pytest.raises(ValueError, match=r"1000 classes, the data has 10"):
         _check_head(ResolvedConfig(), model, 10)
+
+
+SEGMENTATION = (
+    *("experiment=segmentation", "model=segmenter", "model.kwargs={backbone: resnet10t}"),
+    *("data=shapes", "train=segmentation", "data.batch_size=8", "data.limit_train=16"),
+    *("train.max_steps=1", "parallel=single", "parallel.accelerator=cpu"),
+)
+
+
+def pictures_of(page: Path) -> list[Image.Image]:
+    codes = re.findall(r"base64,([^\"]+)", page.read_text(encoding="utf-8"))
+    return [Image.open(io.BytesIO(base64.b64decode(code))) for code in codes]
+
+
+def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
+    words = [] if store is None else ["parallel=ddp", "parallel.devices=2"]
+    config = own(compose_evaluation(Path(run), words, None if store is None else ranks))
+    options: Any = {"worst": 7, "page": Path(page)}
+    strategy = build_strategy(config, ranks, store)
+    assert list(evaluate_config(config, strategy, Path(run), "val", "last", **options))
+
+
+@pytest.mark.slow(seconds=3)
+def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    page = tmp_path / "single.html"
+    write_worst(Ranks(), None, str(finished_run.folder), str(page))
+    text = page.read_text(encoding="utf-8")
+    # The losses of a loop of its own, from the highest.
+    trained = load_trained(finished_run.folder, "last", "model", torch.device("cpu"))
+    val = build_dataset(trained.config.data).val
+    mean, std = (
+        torch.tensor(of)[:, None, None]
+        for of in (trained.preprocessing.mean, trained.preprocessing.std)
+    )
+    losses: list[Tensor] = []
+    with torch.inference_mode():
+        for index in range(len(val)):
+            image, label = val[index]
+            scores = trained.networks["model"](((image / 255 - mean) / std)[None])
+            losses.append(torch.nn.functional.cross_entropy(scores, torch.tensor([label])))
+    order = torch.stack(losses).argsort(descending=True)[:7].tolist()
+    assert [int(index) for index in re.findall(r"path: (\d+)", text)] == order
+    shown = [float(loss) for loss in re.findall(r"loss: ([\d.]+)", text)]
+    assert shown == pytest.approx([float(losses[index]) for index in order], rel=1e-3)
+    labels = re.findall(r"label: (\w+)", text)
+    assert labels == [trained.task.names[int(val[index][1])] for index in order]
+    assert len(re.findall("class_1: ", text)) == len(re.findall("probability_1: ", text)) == 7
+    assert len(pictures_of(page)) == 7
+    other = tmp_path / "ddp.html"
+    in_ranks(write_worst, 2, str(finished_run.folder), str(other))
+    assert re.findall(r"path: \d+", other.read_text()) == re.findall(r"path: \d+", text)
+
+
+@pytest.mark.slow(seconds=3)
+def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
+    tmp_path: Path,
+) -> None:
+    run = run_warm(tmp_path / "run", *SEGMENTATION)
+    assert entry.main([f"run={run}", "split=val", "worst=2"]) == 0
+    page = run / "worst.html"
+    pictures = pictures_of(page)
+    assert [picture.size for picture in pictures] == [(192, 64)] * 2
+    photo, mask, predicted = (pictures[0].crop((64 * k, 0, 64 * k + 64, 64)) for k in range(3))
+    assert len({photo.tobytes(), mask.tobytes(), predicted.tobytes()}) == 3
+    assert "miou: " in page.read_text()
+
+
+def test_images_of_a_regression_are_described_by_their_numbers_and_nan_comes_first() -> None:
+    config = resolved()
+    config.train = ResolvedTrain(task="regression", loss="mse")
+    task = find_task("regression")(config, ["age"])
+    # Image 1 could not be read.
+    indices, predicted = torch.tensor([0, 2, 3]), torch.tensor([[1.0], [5.0], [math.nan]])
+    truth = torch.tensor([[1.0], [1.0], [2.5]])
+    losses = torch.tensor([0.0, 16.0, math.nan])
+    evaluation = Evaluation(3, {}, {}, (indices, predicted, truth), (losses,))
+    split = [(torch.full((1, 4, 6), shade, dtype=torch.uint8), None) for shade in range(4)]
+    (first, of_first), (second, of_second) = worst_images(evaluation, split, task, 2)
+    assert of_first == ["loss: nan", "path: 3", "age: 2.500", "age_predicted: nan"]
+    assert of_second == ["loss: 16", "path: 2", "age: 1.000", "age_predicted: 5.000"]
+    assert (first.size, first.getpixel((0, 0)), second.getpixel((0, 0))) == (
+        (6, 4),
+        (3, 3, 3),
+        (2, 2, 2),
+    )

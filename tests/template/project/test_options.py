@@ -15,7 +15,7 @@ from PIL import Image
 import timm_parallel.entry
 from src.app import app
 from tests.template.library.test_timm_data import write_mnist
-from tests.template.runs import draw_images
+from tests.template.runs import draw_images, files_below
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
@@ -194,14 +194,6 @@ def test_every_option_of_every_config_group_trains_one_step(
     assert dataclasses.asdict(frozen) == dataclasses.asdict(load_config(folder)), (
         "expected config.yaml to match the config of the run"
     )
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.mark.slow(seconds=4)

@@ -145,9 +145,7 @@ def test_predictions_of_dp_and_ddp_match_those_of_single(
 SRUN = ("STEP_ID", "PROCID", "LOCALID", "NODEID")
 
 
-def test_predict_py_uses_srun_tasks_as_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Starting ranks in each task of srun would make all of them write the same file."""
     for name in NEEDED:
         monkeypatch.delenv(name, raising=False)
@@ -163,7 +161,7 @@ def test_predict_py_uses_srun_tasks_as_ranks(
         return cpu_strategy()
 
     monkeypatch.setattr("timm_parallel.parallel.strategy.build_strategy", build)
-    monkeypatch.setattr("src.commands.predict.predict", lambda *given: {})
+    monkeypatch.setattr("src.commands.predict.predict", lambda *given, **options: {})
     (tmp_path / "config.yaml").touch()
     assert predict_script.main([f"run={tmp_path}", f"images={tmp_path}", "parallel=ddp"]) == 0
     assert [(ranks.rank, ranks.world_size) for ranks in given] == [(0, 2)]

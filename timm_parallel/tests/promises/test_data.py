@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from torchvision.transforms.functional import pil_to_tensor
 
 from timm_parallel.data.dataset import image_files
 from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil, pixel_notes
@@ -36,28 +37,6 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return data.getvalue()
 
 
-def turned() -> bytes:
-    """Build an image with an EXIF rotation tag. If a program applies the tag, the image is red
-    above green.
-    """
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return encoded(
-        halves().transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(180),
-        "JPEG",
-        exif=exif,
-        quality=95,
-    )
-
-
-def wide_grey(kind: str) -> bytes:
-    return encoded(Image.fromarray(np.full((16, 32), 128 << 8, dtype=np.uint16)), kind)
-
-
-def floats() -> bytes:
-    return encoded(Image.fromarray(np.full((16, 32), 0.5, dtype=np.float32)), "TIFF")
-
-
 # Dictionary from file name to a function that returns the bytes of an image, and the expected color
 # of its left side.
 GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
@@ -69,11 +48,8 @@ GOOD: dict[str, tuple[Callable[[], bytes], tuple[int, int, int]]] = {
     "grey_alpha.png": (lambda: encoded(Image.new("LA", (32, 16), (128, 40)), "PNG"), GREY),
     "grey.png": (lambda: encoded(Image.new("L", (32, 16), 128), "PNG"), GREY),
     "bits.png": (lambda: encoded(Image.new("1", (32, 16), 1), "PNG"), (255, 255, 255)),
-    "sixteen.png": (lambda: wide_grey("PNG"), GREY),
-    "sixteen.tiff": (lambda: wide_grey("TIFF"), GREY),
-    "floats.tif": (floats, (127, 127, 127)),
     "cmyk.jpg": (lambda: encoded(halves("CMYK"), "JPEG", quality=95), RED),
-    "ycbcr.tiff": (lambda: encoded(halves("YCbCr"), "TIFF"), RED),
+    "ycbcr.tif": (lambda: encoded(halves("YCbCr"), "TIFF"), RED),
     "progressive.jpg": (lambda: encoded(halves(), "JPEG", progressive=True, quality=95), RED),
     "png_inside.jpg": (lambda: encoded(halves(), "PNG"), RED),
     "jpeg_inside.png": (lambda: encoded(halves(), "JPEG", quality=95), RED),
@@ -88,6 +64,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "html.png": lambda: b"<html>404</html>",
     "cut.jpg": lambda: encoded(halves(), "JPEG")[:-40],
     "cut.png": lambda: encoded(halves().resize((300, 300)), "PNG")[:-200],
+    "cut_with_exif.png": lambda: with_exif("PNG", b"not TIFF")[:-30],
     "zeros.png": lambda: bytes(2000),
 }
 
@@ -104,27 +81,12 @@ def test_decode_returns_expected_rgb_colors_for_each_image_format(
     assert [path.name for path in image_files(tmp_path)] == [name]
 
 
-@pytest.mark.parametrize("name", ["turned.jpg", "turned_named_wrongly.png"])
-def test_decode_rotates_an_image_according_to_the_exif_tag(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(turned())
-    image = decode(tmp_path / name)
-    assert image.shape == (3, 32, 16)
-    with Image.open(tmp_path / name) as opened:
-        from PIL import ImageOps
-
-        expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB")).astype(int)
-    assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).mean() < 4
-
-
 # EXIF data that Pillow cannot read, or that it cannot write again after it has turned an image.
 ENTRY = b"II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0"
 BROKEN_EXIF = {
     "text": b"not TIFF",
-    "empty": b"",
     "cut": b"MM\0*\0\0\0\x08\0\x09",
-    "offset behind the end": b"II*\0\xff\xff\0\0",
     "zero denominator": ENTRY + b"\x1a\x01\x05\0\x01\0\0\0\x26\0\0\0" + bytes(12),
-    "unknown type": ENTRY + b"\x1a\x01\x63\0\x01\0\0\0\x26\0\0\0" + bytes(12),
 }
 
 
@@ -145,12 +107,6 @@ def test_image_with_broken_exif_data_is_decoded(kind: str, name: str) -> None:
     is_turned = BROKEN_EXIF[name].startswith(ENTRY)
     assert image.shape == ((3, 32, 16) if is_turned else (3, 16, 32))
     assert set(image.flatten(1).T.unique(dim=0).flatten().tolist()) == {10, 250}
-
-
-def test_cut_png_with_exif_data_is_unreadable() -> None:
-    data = with_exif("PNG", encoded(halves(), "PNG"))
-    with pytest.raises(UnreadableImageError):
-        decode(data[:-30], "cut.png")
 
 
 def deep(values: list[float], kind: str) -> bytes:
@@ -181,12 +137,6 @@ def test_pixels_of_more_than_8_bits_are_scaled_by_max_value(
     assert decode(deep(values, kind), "deep", "L", max_value).flatten().tolist() == expected
 
 
-def test_max_value_changes_only_images_whose_file_does_not_name_white() -> None:
-    pgm = b"P5 3 1 1023\n" + np.array([0, 512, 1023], ">u2").tobytes()
-    assert decode(pgm, "a.pgm", "L", 1023).flatten().tolist() == [0, 128, 255]
-    assert decode(encoded(halves(), "PNG"), "a.png", max_value=100)[:, 8, 3].tolist() == [*RED]
-
-
 def color_of_16_bits() -> bytes:
     """Build a PNG with 16 bits per color, of which Pillow reads the upper 8."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
@@ -198,28 +148,31 @@ def color_of_16_bits() -> bytes:
     )
 
 
-def test_max_value_is_refused_for_colors_of_16_bits() -> None:
+def test_max_value_changes_only_gray_images_whose_file_does_not_name_white() -> None:
+    pgm = b"P5 3 1 1023\n" + np.array([0, 512, 1023], ">u2").tobytes()
+    assert decode(pgm, "a.pgm", "L", 1023).flatten().tolist() == [0, 128, 255]
+    assert decode(encoded(halves(), "PNG"), "a.png", max_value=100)[:, 8, 3].tolist() == [*RED]
     assert decode(color_of_16_bits(), "a.png").shape == (3, 1, 2)
     with pytest.raises(UnreadableImageError, match=r"a\.png.*data\.max_value"):
         decode(color_of_16_bits(), "a.png", max_value=4095)
 
 
 @pytest.mark.parametrize(
-    ("data", "max_value", "shown"),
+    ("data", "shown"),
     [
-        (deep([7, 900, 4000], "16"), None, ["7 to 4000", "0 to 65535", "data.max_value"]),
-        (deep([-1, 0.25, float("inf")], "float"), None, ["-1 to 0.25", "0 to 1", "0 to 255"]),
-        (color_of_16_bits(), None, ["16 bits", "upper 8"]),
-        (deep([float("nan"), float("-inf")], "float"), None, None),
-        (encoded(halves(), "PNG"), None, None),
-        (b"damaged", None, None),
+        (deep([7, 900, 4000], "16"), ["7 to 4000", "0 to 65535", "data.max_value"]),
+        (deep([-1, 0.25, float("inf")], "float"), ["-1 to 0.25", "0 to 1", "0 to 255"]),
+        (color_of_16_bits(), ["16 bits", "upper 8"]),
+        (deep([float("nan"), float("-inf")], "float"), None),
+        (encoded(halves(), "PNG"), None),
+        (b"damaged", None),
     ],
 )
 def test_notes_state_the_range_of_pixels_of_more_than_8_bits(
-    tmp_path: Path, data: bytes, max_value: float | None, shown: list[str] | None
+    tmp_path: Path, data: bytes, shown: list[str] | None
 ) -> None:
     (tmp_path / "a.tif").write_bytes(data)
-    notes = pixel_notes(Files([(tmp_path / "a.tif", 0)] * 40, max_value=max_value))
+    notes = pixel_notes(Files([(tmp_path / "a.tif", 0)] * 40))
     assert len(notes) == (shown is not None)
     assert all(text in notes[0] for text in shown or ())
 
@@ -244,16 +197,19 @@ def scanned(kind: str) -> bytes:
     "kind",
     ["baseline", "progressive", "gray", "cmyk", *(f"exif_{number}" for number in range(2, 9))],
 )
-def test_jpeg_decoder_returns_the_same_pixels_as_pil(kind: str, mode: str) -> None:
+def test_both_jpeg_decoders_return_the_pixels_that_pil_turns_as_exif_says(
+    kind: str, mode: str
+) -> None:
     """The metrics of a run must not depend on the decoder. For grayscale output, both decoders
     return the luma channel of the JPEG.
     """
     data = scanned(kind)
     with Image.open(io.BytesIO(data)) as opened:
         opened.draft(mode, opened.size)
-        difference = decode(data, kind, mode).int() - from_pil(opened, mode).int()
-    # The decoders round differently when they convert CMYK to RGB.
-    assert difference.abs().max() <= (2 if kind == "cmyk" else 0)
+        expected = pil_to_tensor(ImageOps.exif_transpose(opened).convert(mode)).int()
+        for actual in (decode(data, kind, mode), from_pil(opened, mode)):
+            # The decoders round differently when they convert CMYK to RGB.
+            assert (actual.int() - expected).abs().max() <= (2 if kind == "cmyk" else 0)
 
 
 def test_jpeg_is_decoded_by_pil_when_torchcodec_cannot_be_loaded(
@@ -291,7 +247,7 @@ def test_decode_refuses_a_named_pipe_with_an_image_suffix(tmp_path: Path) -> Non
         decode(tmp_path / "pipe.png")
 
 
-@pytest.mark.parametrize("name", ["grey.png", "rgb.png", "sixteen.png"])
+@pytest.mark.parametrize("name", ["grey.png", "rgb.png"])
 def test_decode_to_one_channel_keeps_exact_gray_values(tmp_path: Path, name: str) -> None:
     """A conversion of gray to RGB and back would change the value 128 to 127."""
     (tmp_path / name).write_bytes(GOOD[name][0]())

@@ -1,25 +1,37 @@
-"""Test dp on a CPU, which runs its replicas in threads. Gradients, statistics, exceptions and
-chunks must be as with torch's DataParallel.
+"""Test replicas: those of dp on a CPU run in threads, and must act as with torch's DataParallel.
+Those of ddp share BatchNorm statistics (parallel.dist_bn), and may differ only slightly, only after
+training, and only on different GPU models. Averaged weights are those of timm.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small.model import Tiny
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 
 from timm_parallel.batch import Batch
+from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.data_parallel import DataParallelStrategy, ThreadedDataParallel
-from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
-from timm_parallel.parallel.strategy import chunk_sizes
+from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, build_ema
+from timm_parallel.parallel.strategy import build_strategy, chunk_sizes
+from timm_parallel.run import replica_checks
+from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.task import Task
+from timm_parallel.testing.ranks import in_ranks
+from timm_parallel.tests.small_runs import resolved, start_run, take_steps
 
 
 class Small(nn.Module):
@@ -47,8 +59,6 @@ class Recurrent(nn.Module):
 
 
 class OneLoss(Task[Any]):
-    """Task with a model, and a loss of outputs and targets."""
-
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         self.loss = loss
 
@@ -203,3 +213,141 @@ def test_autocast_applies_inside_the_replica_threads_of_dp() -> None:
     batch = batch_of(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
     strategy(2).wrap(step)(batch)[0].backward()
     assert seen == [torch.bfloat16] * 2
+
+
+# Module name under which configs find this file, because they may name only classes of small/.
+HERE = "small.replicas_of_test"
+sys.modules[HERE] = sys.modules[__name__]
+
+
+class Normed(Tiny):
+    __module__ = HERE
+
+    def __init__(self, outputs: int, width: int) -> None:
+        super().__init__(outputs, width)
+        self.features.insert(1, nn.BatchNorm2d(width))
+
+
+def evaluated_and_own_statistics(
+    ranks: Ranks, store: Any, folder: Path, dist_bn: str | None
+) -> tuple[list[float], list[float]]:
+    """Train one epoch under ddp. Return the running statistics of BatchNorm after the evaluation,
+    for which the ranks have shared them, and those from the images of this rank alone. All ranks
+    must call this function.
+    """
+    # Use a learning rate so low that the weights do not change. The BatchNorm statistics then
+    # depend only on the images.
+    overrides = (f"model.name={HERE}.Normed", "optim.lr=1e-12", "train.epochs=1")
+    given = () if dist_bn is None else (f"parallel.dist_bn={dist_bn}",)
+    config = resolved("parallel=ddp", "parallel.devices=2", *overrides, *given)
+    run = start_run(config, folder, ranks, store)
+    alone = copy.deepcopy(run.parts.state.model).train()
+    for batch in run.parts.train_loader.epoch(0):
+        alone(batch.image)
+    for _ in take_steps(run):
+        pass
+    return averages(run.parts.state.model), averages(alone)
+
+
+def averages(model: nn.Module) -> list[float]:
+    return torch.cat(
+        [value.flatten() for name, value in model.named_buffers() if "running" in name]
+    ).tolist()
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.processes
+@pytest.mark.parametrize("dist_bn", ["reduce", "broadcast", None])
+@pytest.mark.sample(2)
+def test_dist_bn_averages_batchnorm_statistics_of_ranks_after_an_epoch_or_copies_those_of_rank_0(
+    tmp_path: Path, dist_bn: str | None
+) -> None:
+    of_ranks = in_ranks(evaluated_and_own_statistics, 2, tmp_path, dist_bn, timeout=120)
+    (evaluated, own), (evaluated_on_1, own_on_1) = of_ranks
+    assert evaluated == evaluated_on_1
+    # The ranks differ, or the statistics of rank 0 would pass too.
+    assert own != pytest.approx(own_on_1, rel=0.01)
+    mean = [(value + other) / 2 for value, other in zip(own, own_on_1, strict=True)]
+    expected = mean if dist_bn == "reduce" else own
+    assert evaluated == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def checked(
+    ranks: Ranks, store: Any, kinds: list[str], apart: float, check: Any = check_replicas_at_end
+) -> Any:
+    """Check a model that differs between two ranks. Return the result, or the error message."""
+    config = resolved("parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu")
+    prefix = f"{kinds} {apart} {check.__name__}"
+    strategy = build_strategy(config, ranks, PrefixStore(prefix, store))
+    torch.manual_seed(0)
+    model = nn.Linear(30, 40)
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.weight += apart * model.weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_checks, "device_model", lambda device: kinds[ranks.rank])
+        try:
+            return check(model, strategy)
+        except ReplicasDifferError as error:
+            return str(error)
+        finally:
+            strategy.group.close()
+
+
+def start_and_ends(ranks: Ranks, store: Any) -> list[Any]:
+    alike, unlike = ["H100", "H100"], ["H100", "A100"]
+    return [
+        checked(ranks, store, *case)
+        for case in (
+            *((unlike, 0.0), (alike, 1e-5), (unlike, 1e-5), (unlike, 0.3)),
+            (unlike, 1e-5, check_replicas_at_start),
+        )
+    ]
+
+
+@pytest.mark.slow(seconds=2)
+def test_ddp_weights_may_differ_slightly_only_after_training_and_on_different_gpu_models() -> None:
+    for equal, fault, drifted, unsynchronised, at_start in in_ranks(start_and_ends, 2):
+        assert at_start.startswith("the ranks start with different parameters")
+        assert equal[1] == []
+        assert fault == "the ranks end with different parameters: gradients were not synchronized"
+        assert unsynchronised == fault, (
+            "expected an error, because rounding cannot explain the difference"
+        )
+        assert len(drifted[1]) == 1 and drifted[0] == equal[0], (
+            "expected the hash of rank 0, whose weights are in the checkpoints"
+        )
+        assert "A100, H100" in drifted[1][0] and "by 4.9e-06 of" in drifted[1][0]
+
+
+def test_ema_weights_equal_those_of_timm_and_no_step_calls_state_dict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    ours = build_ema(model, 0.9, warmup=False)
+    assert ours is not None
+    theirs = ModelEmaV3(model, decay=0.9)
+    calls: Counter[str] = Counter()
+    listed = nn.Module.state_dict
+
+    def state_dict(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        calls["state_dict"] += 1
+        return listed(self, *arguments, **named)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 6):
+        # Load weights into the model between two steps, as a resumed run does.
+        if step == 4:
+            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        model(torch.randn(8, 3, 3, 3)).square().sum().backward()
+        optimizer.step()
+        theirs.update(model, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "state_dict", state_dict)
+            ours.update(model, step)
+        for own, other in zip(
+            ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True
+        ):
+            assert torch.equal(own, other)
+    assert calls["state_dict"] <= 2 * sum(1 for _ in model.modules())

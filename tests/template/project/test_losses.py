@@ -1,5 +1,5 @@
-"""Parameters of a loss are trained and saved, but not exported. test_examples.py trains one under
-several strategies.
+"""Losses and numbers of a training step, and autocast. Parameters of a loss are trained and saved,
+but not exported; test_examples.py trains one under several strategies.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import hashlib
 import math
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from src.commands.export import export_safetensors
 from src.commands.load import load_trained
 from src.schema import ResolvedConfig, TrainConfig
 from tests.template.runs import parts_of, resolved, task_of, train_run
+from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.launch.job import prepare
@@ -28,7 +30,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import check_is_complete
 from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
-from timm_parallel.parallel.networks import Networks, PhaseStep
+from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep, autocast
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.parts import RunParts
@@ -48,7 +50,7 @@ SETTINGS = (
     "model.ema.decay=0.9",
 )
 # Module name under which configs find this file, because they may name only classes of src/.
-HERE = "src.loss_parameters_of_test"
+HERE = "src.losses_of_test"
 sys.modules[HERE] = sys.modules[__name__]
 NAMES = ["centers", "temperature", "batches"]
 
@@ -94,7 +96,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(*overrides: str) -> RunParts:
-    """Build a run on one device, with the loss of this file."""
     return parts_of(config_of("parallel=single", *overrides))
 
 
@@ -225,3 +226,89 @@ def test_custom_loss_receives_label_smoothing_unless_mixup_smooths_the_targets(
     train = TrainConfig(loss=f"{HERE}.Reader", smoothing=0.1)
     criterion = task_of(3, train, mixup=mixup).networks(nn.Identity())["loss"]
     assert criterion.smoothing == expected
+
+
+def test_train_accuracy_ignores_outputs_beyond_the_classes_of_the_data() -> None:
+    task = task_of(2)
+    step = PhaseStep(task, Networks(task.networks(nn.Identity())), "train")
+    scores = torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0]])
+    _, numbers = step(Batch({"image": scores, "target": torch.tensor([1, 1])}))
+    assert numbers["acc"].tolist() == [1.0, 0.0]
+
+
+def test_autocast_wraps_every_network_but_the_loss() -> None:
+    networks = {"model": nn.Linear(3, 2), "teacher": nn.Linear(3, 2), "loss": nn.Linear(2, 2)}
+    wrapped = autocast(networks, torch.device("cpu"), "bf16")
+    assert {name: type(network) for name, network in wrapped.items()} == {
+        "model": Autocast,
+        "teacher": Autocast,
+        "loss": nn.Linear,
+    }
+
+
+def test_autocast_converts_every_output_of_a_model_to_float32() -> None:
+    class TwoHeads(nn.Linear):
+        def forward(self, images: torch.Tensor) -> Any:
+            scores = super().forward(images)
+            return scores, {"auxiliary": 2 * scores}
+
+    scores, others = Autocast(TwoHeads(3, 2), "cpu", torch.bfloat16)(torch.ones(4, 3))
+    assert scores.dtype == others["auxiliary"].dtype == torch.float32
+    assert torch.equal(2 * scores, others["auxiliary"])
+    # bfloat16 has 8 bits of mantissa.
+    assert torch.equal(scores.bfloat16().float(), scores)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (("model=resnet18", "data.batch_size=1"), True),
+        (("model=resnet18", "data.batch_size=2", "parallel=dp", "parallel.devices=2"), True),
+        (("model=resnet18", "data.batch_size=7", "parallel=dp", "parallel.devices=3"), True),
+        (("model=resnet18", "data.batch_size=2"), False),
+        # The deepest BatchNorm gets 2x2 pixels of an image.
+        (("model=resnet18", "data.batch_size=1", "data.image_size=64"), False),
+        (("model=resnet18", "data.batch_size=1", "model.freeze=backbone"), False),
+        (("model=tiny", "data.batch_size=1"), False),
+    ],
+)
+def test_run_is_refused_when_batch_norm_gets_one_value_per_channel(
+    words: tuple[str, ...], is_refused: bool
+) -> None:
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *words)
+    with (
+        pytest.raises(ValueError, match=r"^data\.batch_size=\d: .*BatchNorm")
+        if is_refused
+        else nullcontext()
+    ):
+        parts_of(config)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("where", "fault"),
+    [
+        ("src.models.cifar_resnet.CifarResNet18.__init__", AttributeError("no attribute 'conv'")),
+        ("src.data.datasets.Digits.__init__", TypeError("unsupported operand type(s)")),
+        ("src.models.cifar_resnet.CifarResNet18.forward", torch.OutOfMemoryError("CUDA")),
+    ],
+    ids=["attribute", "data", "memory"],
+)
+def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
+) -> None:
+    """The config is valid, so the exception must not be reported as a config error."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(where, fails)
+    model = (
+        "model=resnet18",
+        "model.name=src.models.cifar_resnet.CifarResNet18",
+        "data.image_size=8",
+    )
+    config = resolved("parallel=single", "parallel.accelerator=cpu", *model)
+    with pytest.raises(type(fault)) as raised:
+        parts_of(config)
+    assert raised.value is fault
