@@ -21,6 +21,7 @@ from small.task import Position
 from torch import Tensor, nn
 
 from timm_parallel import Batch, Training
+from timm_parallel.launch import rank
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.configs import read_lines
@@ -384,7 +385,7 @@ def test_optimizer_with_a_closure_trains_like_one_that_gets_gradients(
 
 
 def trained_on_rank(ranks: Ranks, store: Any, folder: Path, config: Any) -> None:
-    training.train(config, folder, ranks, store)
+    rank.train(config, folder, ranks, store)
 
 
 @pytest.mark.processes
