@@ -75,7 +75,7 @@ def print_config(asked: Config, resolved: ResolvedConfig) -> None:
     what the user has set.
     """
     is_full, defaults = resolved.print_config == "full", {}
-    print("config" if is_full else DIFFERENCES)
+    lines = ["config" if is_full else DIFFERENCES]
     if not is_full:
         defaults = {key: value for key, value, _ in leaves(plain_config())}
     for key, value, _ in leaves(resolved if is_full else asked):
@@ -83,4 +83,6 @@ def print_config(asked: Config, resolved: ResolvedConfig) -> None:
             value = f"{getattr(resolved.parallel, key.rpartition('.')[2])} (auto)"
         if key not in defaults or value != defaults[key]:
             shown = hide_in(value, key)
-            print(for_terminal(f"  {key}: {'null' if shown is None else shown}"))
+            lines.append(for_terminal(f"  {key}: {'null' if shown is None else shown}"))
+    # The ranks write to the same stream.
+    print("\n".join(lines), flush=True)

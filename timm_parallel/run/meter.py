@@ -79,9 +79,8 @@ class Meter:
             0.0,
             0.0,
         )
-        # Timed steps and timed seconds until each of the last two steps that logged, saved or
-        # evaluated.
-        self._sync_points = ((0, 0.0), (0, 0.0))
+        # Timed steps and timed seconds at the last call of `recent`.
+        self._logged = (0, 0.0)
         # Processor time and energy that the run uses in the timed window.
         self.usage, self._energy = Usage(), energy or Energy()
         # Time of time.perf_counter() at which the first step ended, and the seconds for which it
@@ -149,8 +148,6 @@ class Meter:
         """
         if self._open_steps:
             self._close_interval()
-        if self.steps_timed:
-            self._sync_points = (self._sync_points[1], (self.steps_timed, self.seconds_timed))
 
     def _close_interval(self) -> None:
         now = time.perf_counter()
@@ -171,14 +168,12 @@ class Meter:
         self._mark, self._open_steps, self._wait, self._is_between = now, 0, 0.0, True
 
     def recent(self) -> float | None:
-        """Return the images per second between the last two steps that logged, saved or evaluated.
-
-        Returns None if no step was timed between them.
+        """Return the images per second since the last call, which is that of the last logged step.
+        Returns None if no step was timed since then.
         """
-        (steps_before, seconds_before), (steps, seconds) = self._sync_points
-        if steps == steps_before:
-            return None
-        return self.images_per_step * (steps - steps_before) / (seconds - seconds_before)
+        steps, seconds = self.steps_timed - self._logged[0], self.seconds_timed - self._logged[1]
+        self._logged = (self.steps_timed, self.seconds_timed)
+        return self.images_per_step * steps / seconds if steps else None
 
     def throughput(self) -> dict[str, Any]:
         """Compute the entry `throughput` of result.json: images per second, step times, and timed

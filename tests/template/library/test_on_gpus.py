@@ -29,7 +29,7 @@ from src.schema import ModelConfig
 from tests.template.runs import evaluate_batches, resolved, task_of, train_run
 from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
-from timm_parallel.keys import ResolvedConfig, ResolvedParallel
+from timm_parallel.keys import ResolvedConfig, ResolvedParallel, ResolvedTrain
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import Driver
 from timm_parallel.machine.ranks import Ranks
@@ -141,7 +141,8 @@ def on_gpus(**keys: Any) -> Any:
         "backend": "nccl",
         **keys,
     }
-    return build_strategy(ResolvedConfig(parallel=ResolvedParallel(**keys)))
+    train = ResolvedTrain(precision="fp32")
+    return build_strategy(ResolvedConfig(parallel=ResolvedParallel(**keys), train=train))
 
 
 def test_strategy_error_has_the_reason_of_the_driver_or_of_torch_when_cuda_is_unusable(
