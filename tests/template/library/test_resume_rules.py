@@ -459,7 +459,7 @@ def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_s
 ) -> None:
     done = main.start("day/1", status="done")
     monkeypatch.setattr(entry, "run_job", lambda config, folder: os.kill(os.getpid(), number))
-    assert main(f"resume={done}")[0] == 128 + number
+    assert main(f"resume={done}", "train.epochs=99")[0] == 128 + number
     assert read_result(done).status == "done", "a finished run keeps its result"
     code, err = main(*OVERRIDES, "hydra.run.dir=outputs/train/1")
     assert (code, len(err.splitlines())) == (128 + number, 1)
