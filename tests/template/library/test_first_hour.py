@@ -37,7 +37,6 @@ from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import print_config
 from timm_parallel.record.jobs import Jobs
 from timm_parallel.runtime.run_result import speed_without_wait
-from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import RANK_VARIABLES, in_ranks
 
@@ -203,11 +202,6 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     )
     config = compose_command(parse("--config-dir", str(tmp_path))).config
     assert config.paths.output_dir == "/elsewhere"
-
-
-@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
-def test_error_for_old_torch_launcher_suggests_torchrun(refuse: Refuse, word: str) -> None:
-    assert "torchrun --nproc-per-node N train.py parallel=ddp" in refuse(word, "parallel=ddp")
 
 
 class HalfUsed(nn.Module):

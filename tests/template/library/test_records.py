@@ -27,7 +27,6 @@ from timm_parallel.launch import job
 from timm_parallel.machine.files import claim_folder, write_json, write_text
 from timm_parallel.record import code_diff, environment
 from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
-from timm_parallel.record.jobs import read_jobs
 from timm_parallel.record.result import (
     FORMAT,
     STATUSES,
@@ -278,17 +277,6 @@ def test_error_names_the_run_folder_and_the_reason_when_result_json_is_unusable(
     with pytest.raises(ValueError, match=reason) as refusal:
         read_result(tmp_path)
     assert str(tmp_path) in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"]
-)
-def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(
-    tmp_path: Path, contents: bytes
-) -> None:
-    (tmp_path / "jobs.json").write_bytes(contents)
-    with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
-        read_jobs(tmp_path)
 
 
 def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(

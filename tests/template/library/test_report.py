@@ -226,6 +226,8 @@ def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path)
         ("jobs.json", None, "", "no jobs.json and no result.json"),
         ("jobs.json", "[]", "jobs.json", "not of this project"),
         ("jobs.json", '{"jobs": 3}', "jobs.json", "not of this project"),
+        ("jobs.json", '{"format": 1, "jobs": ["x"]}', "jobs.json", "not of this project"),
+        ("jobs.json", '{"format": "x"}', "jobs.json", "not of this project"),
         ("jobs.json", {"jobs": []}, "jobs.json", "lists no jobs"),
         ("jobs.json", '{"format": 1, "jobs": [{"id"', "jobs.json", "damaged"),
         ("0/result.json", '{"status": "do', "0/result.json", "cannot be read as JSON"),

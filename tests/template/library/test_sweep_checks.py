@@ -37,9 +37,6 @@ SMALL = (
 )
 
 
-# The next tests check that invalid command lines are refused.
-
-
 def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
     refuse: Refuse, tmp_path: Path
 ) -> None:
@@ -98,25 +95,6 @@ def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twic
     assert [text for text in named if text not in line] == [], line
 
 
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("model=resnet50", "model.name=resnet50"),
-        ("model=tinny", "did you mean tiny"),
-        ("optim.betas=[0.9,0.95]", "+optim.kwargs.betas"),
-        ("model.drop_path_rate=0.1", "+model.kwargs.drop_path_rate"),
-        ("optim.weigth_decay=0.1", "did you mean optim.weight_decay"),
-    ],
-)
-def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
-    refuse: Refuse, word: str, named: str
-) -> None:
-    assert named in refuse(word)
-
-
-# The next test interrupts a sweep before its first job.
-
-
 def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,9 +127,6 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     assert written and not folder.exists()
     assert len((out + err).splitlines()) == 1
     assert "SIGTERM" in err
-
-
-# The next tests resume a sweep whose folder was changed.
 
 
 @pytest.fixture
@@ -260,9 +235,6 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     ).stdout.split()
     assert report.main(words) == 0
     assert (folder / "report.html").exists()
-
-
-# The functions below write and read the folders for these tests.
 
 
 def start_and_stop(folder: Path) -> None:
