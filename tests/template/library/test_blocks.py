@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -338,11 +337,6 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     assert [(job.name, job.seed) for job in again.jobs] == [
         (job.name, job.seed) for job in whole.jobs
     ]
-
-
-@cache
-def command() -> Command:
-    return compose_command(parse("-m", "model=resnet18"))
 
 
 def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections import Counter
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.tensorboard import SummaryWriter
 
 from tests.template.runs import (
     cpu_strategy,
@@ -25,15 +20,12 @@ from tests.template.runs import (
     run_python,
     take_steps,
     task_of,
-    train_run,
 )
 from timm_parallel.batch import Batch
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.record.console import Console
-from timm_parallel.record.result import MetricsLog
 from timm_parallel.state.parts import build_networks
 from timm_parallel.state.progress import Progress
 from timm_parallel.testing.gpu import ONLY_CUDA, error_on_waits
@@ -141,49 +133,6 @@ def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
             assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Train a run with one logged step, and count the calls that log, write or draw."""
-    calls: Counter[str] = Counter()
-
-    def counted(owner: Any, name: str) -> None:
-        before = getattr(owner, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            calls[f"{owner.__name__}.{name}"] += 1
-            return before(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(logging.Logger, "handle")
-    for owner in (SummaryWriter, MetricsLog, Console):
-        for name, member in vars(owner).items():
-            if isinstance(member, FunctionType) and not name.startswith("_"):
-                counted(owner, name)
-    with monkeypatch.context():
-        config = resolved(
-            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",  # noqa: E501
-            f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
-        )  # fmt: skip
-        train_run(config, folder)
-    monkeypatch.undo()
-    return calls
-
-
-@pytest.mark.slow(seconds=2)
-def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-    for steps in (5, 45):
-        folder = tmp_path / str(steps)
-        folder.mkdir()
-        counts.append(count_writes(steps, folder, monkeypatch))
-    few, many = counts
-    assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
-    for name, count in many.items():
-        assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
 
 
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
