@@ -101,12 +101,7 @@ def test_class_folder_named_train_and_a_root_below_a_hidden_folder_are_accepted(
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ("data=folder data.root={root}/parts data.batch_size=9", "data.batch_size=9: "),
-        (
-            "data=folder data.root={root}/parts data.batch_size=4 train.accumulate=3",
-            "train.accumulate=3: ",
-        ),
-        ("data=csv data.root={root} data.batch_size=3", "data.batch_size=3: "),
+        ("data=folder data.root={root} data.batch_size=9", "data.batch_size=9: "),
         ("data=digits data.batch_size=1258", "data.batch_size=1258: "),
         ("data=digits data.batch_size=16 data.limit_train=8", "data.batch_size=16: "),
         (
@@ -118,13 +113,7 @@ def test_class_folder_named_train_and_a_root_below_a_hidden_folder_are_accepted(
 def test_batch_larger_than_the_training_split_is_refused_before_ranks_start(
     refuse: Refuse, tmp_path: Path, words: str, key: str
 ) -> None:
-    image_folder(tmp_path / "parts", {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
-    rows = [
-        f"parts/train/{name}/{number}.jpg,{name},{split}"
-        for name in "ab"
-        for number, split in ((0, ""), (2, "val"))
-    ]
-    (tmp_path / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
+    image_folder(tmp_path, {"train": {"a": 5, "b": 3}, "val": {"a": 4, "b": 4}})
     line = refuse("model=tiny", "parallel=single", *words.format(root=tmp_path).split())
     assert line.startswith(f"train.py: {key}")
 

@@ -159,19 +159,13 @@ class Nodes:
             )
 
     def torchrun(
-        self,
-        *overrides: str,
-        options: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
+        self, *overrides: str, environment: dict[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
-        """Start the torchrun command of docs/slurm.md on each node and return both processes.
-        `options` are torchrun options that only the second node gets.
-        """
+        """Start the torchrun command of docs/slurm.md on each node and return both processes."""
         shown = [
             TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:]
             for index in range(2)
         ]
-        shown[1] = [*options, *shown[1][len(options) :]] if options else shown[1]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         small = tiny(f"paths.output_dir={self.disk}", *overrides)
         return [
