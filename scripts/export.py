@@ -55,8 +55,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from src.commands.export import export_onnx, export_program, export_safetensors
-    from src.commands.hub import export_hub
+    from src.commands.export import export_hub, export_onnx, export_program, export_safetensors
     from src.commands.load import load_trained
 
     folder = given.output or given.run / ("hub" if given.format == "hub" else "export")

@@ -36,20 +36,20 @@ from timm_parallel.data.dataset import ImageDataset as ImageDataset
 from timm_parallel.data.csv_listing import CsvDataset as CsvDataset
 from timm_parallel.data.build import check_data as check_data
 from timm_parallel.data.build import load_dataset as load_dataset
-from timm_parallel.data.fractions import batches_per_epoch as batches_per_epoch
+from timm_parallel.data.file_list import batches_per_epoch as batches_per_epoch
 from timm_parallel.data.dataset import InMemory as InMemory
 from timm_parallel.data.decode import Files as Files
 from timm_parallel.data.dataset import as_size as as_size
 from timm_parallel.data.loader import TrainLoader as TrainLoader
 from timm_parallel.data.loader import EvalLoader as EvalLoader
-from timm_parallel.data.prefetch import DevicePrefetcher as DevicePrefetcher
-from timm_parallel.data.batch_augment import Erasing as Erasing
-from timm_parallel.data.batch_augment import Mixing as Mixing
-from timm_parallel.runtime.replica_checks import check_same_data as check_same_data
+from timm_parallel.data.on_device import DevicePrefetcher as DevicePrefetcher
+from timm_parallel.data.on_device import Erasing as Erasing
+from timm_parallel.data.on_device import Mixing as Mixing
+from timm_parallel.run.replica_checks import check_same_data as check_same_data
 from timm_parallel.patches import posterize_to_black as posterize_to_black
 
 # Models
-from timm_parallel.model.load_weights import load_weights as load_weights
+from timm_parallel.model.weights import load_weights as load_weights
 from timm_parallel.model.weights import preprocessing_of as preprocessing_of
 from timm_parallel.patches import create_model_with_filter as create_model_with_filter
 from timm_parallel.model.checks import refuse_failed_download as refuse_failed_download
@@ -68,20 +68,20 @@ from timm_parallel.parallel.strategy import build_strategy as build_strategy
 from timm_parallel.machine.ranks import Ranks as Ranks
 
 # A run
-from timm_parallel.runtime.run import Run as Run
-from timm_parallel.runtime.run import Training as Training
-from timm_parallel.runtime.step import Step as Step
-from timm_parallel.state.parts import RunParts as RunParts
-from timm_parallel.state.parts import Learning as Learning
-from timm_parallel.state.parts import build_networks as build_networks
-from timm_parallel.state.parts import build_state as build_state
-from timm_parallel.state.parts import evaluation_networks as evaluation_networks
+from timm_parallel.run.run import Run as Run
+from timm_parallel.run.run import Training as Training
+from timm_parallel.run.step import Step as Step
+from timm_parallel.run.parts import RunParts as RunParts
+from timm_parallel.run.parts import Learning as Learning
+from timm_parallel.run.parts import build_networks as build_networks
+from timm_parallel.run.parts import build_state as build_state
+from timm_parallel.run.parts import evaluation_networks as evaluation_networks
 from timm_parallel.task import Evaluation as Evaluation
-from timm_parallel.runtime.evaluation import evaluate as evaluate
-from timm_parallel.runtime.saved_run import SavedRun as SavedRun
+from timm_parallel.run.evaluation import evaluate as evaluate
+from timm_parallel.run.run_result import SavedRun as SavedRun
 from timm_parallel.trackers.tracker import Tracker as Tracker
 from timm_parallel.record.confusion import draw_confusion as draw_confusion
-from timm_parallel.runtime.predictions import write_predictions as write_predictions
+from timm_parallel.run.evaluation import write_predictions as write_predictions
 
 # Errors, names and scripts
 from timm_parallel.errors import RefusedError as RefusedError
@@ -93,7 +93,7 @@ from timm_parallel.config.arguments import CommandLine as CommandLine
 from timm_parallel.config.arguments import number_argument as number_argument
 from timm_parallel.config.arguments import counts_argument as counts_argument
 from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
-from timm_parallel.machine.process_exit import exit_process as exit_process
+from timm_parallel.machine.signals import exit_process as exit_process
 from timm_parallel.config.arguments import print_json as print_json
 from timm_parallel.launch.torchrun import run_on_devices as run_on_devices
 from timm_parallel.machine.files import write_json as write_json

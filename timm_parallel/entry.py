@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 
 from timm_parallel.app import App
 from timm_parallel.machine.imports import import_name
-from timm_parallel.machine.process_exit import exit_process
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
-from timm_parallel.machine.signals import signal_handlers
+from timm_parallel.machine.signals import exit_process, signal_handlers
 from timm_parallel.machine.streams import keep_running_without_stdout
 
 # Function that runs sweeps. The library imports nothing of the lab, so it names the function.
@@ -163,9 +162,8 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
         restore_records,
     )
     from timm_parallel.launch.torchrun import negotiate, remembered_folder, run_rank_zero
-    from timm_parallel.machine.files import claim_folder
+    from timm_parallel.machine.files import claim_folder, lock_folder
     from timm_parallel.machine.imports import imports_without_gc
-    from timm_parallel.machine.lock import lock_folder
     from timm_parallel.record.console import print_config
 
     remembered = remembered_folder(ranks)
@@ -179,7 +177,7 @@ def _run(app: App[Any, Any], arguments: Any, ranks: Ranks | None) -> int:
     # Import the rules of the task only after all checks that need no torch, because the import of a
     # task takes seconds.
     with imports_without_gc():
-        from timm_parallel.task_rules import check_task
+        from timm_parallel.checked_configs import check_task
 
         check_task(config)
     if is_local:

@@ -24,18 +24,17 @@ from src.train.run import train
 from timm_parallel import compose, resolve
 from timm_parallel.batch import Batch
 from timm_parallel.data.loader import TrainLoader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy, build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.run import Run
-from timm_parallel.runtime.step import Step
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run.evaluation import Evaluation, evaluate
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.run import Run
+from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import merged, plain, read_lines, train_loader_of
 from timm_parallel.testing.ranks import train_warm

@@ -20,7 +20,7 @@ import pytest
 
 from tests.template.runs import assert_equal_trees, numbers_of, training_of
 from timm_parallel.record.result import read_result, read_status
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.commands import Running, Train
 
 FAULTS, SEED = (int(os.environ.get(name, 3)) for name in ("CHAOS_FAULTS", "CHAOS_SEED"))

@@ -31,7 +31,7 @@ from timm_parallel.errors import RefusedError
 from timm_parallel.launch.job import prepare
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.configs import conf as write_conf
 from timm_parallel.testing.configs import parse, read_lines
 from timm_parallel.testing.ranks import warm_ranks

@@ -31,7 +31,7 @@ from src.schema import DataConfig, OptimConfig, TrainConfig
 from tests.template.runs import ROOT, run_warm, task_of
 from timm_parallel.config.compose import compose_command
 from timm_parallel.data.dataset import InMemory
-from timm_parallel.runtime.evaluation import Evaluation
+from timm_parallel.run.evaluation import Evaluation
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import conf, parse
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from timm_parallel.app import current
 from timm_parallel.cluster.slurm import quoted, render
-from timm_parallel.config.cluster import seconds_of
+from timm_parallel.config.validate import seconds_of
 from timm_parallel.keys import Config
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.ranks import NodeAddress

@@ -14,8 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from timm_parallel.app import as_resolved
-from timm_parallel.config.cluster import fill_in
-from timm_parallel.config.validate import refuse
+from timm_parallel.config.validate import fill_in, refuse
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, TOO_FEW_DEVICES, Problem
 from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware

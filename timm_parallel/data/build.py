@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from timm_parallel.app import current
 from timm_parallel.data.dataset import ImageDataset
-from timm_parallel.data.fractions import batches_per_epoch
+from timm_parallel.data.file_list import batches_per_epoch
 from timm_parallel.errors import refuse_wrong_arguments
 from timm_parallel.keys import TIMM_DATASETS, Config, DataConfig, ResolvedConfig
 from timm_parallel.machine.imports import import_class, import_name
+from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.seeds import seed_all
-from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.machine.text import first
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.data.dataset import ImageDataset
-from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.data.file_list import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first, is_number, plural, yaml_text
 

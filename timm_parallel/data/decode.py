@@ -26,8 +26,7 @@ from timm_parallel.data.dataset import (
     image_files,
     left_out_notes,
 )
-from timm_parallel.data.file_list import FileList
-from timm_parallel.data.fractions import Listing, Member
+from timm_parallel.data.file_list import FileList, Listing, Member
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.text import plural
 

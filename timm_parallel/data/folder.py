@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, image_files, is_hidden
-from timm_parallel.data.fractions import Listing, check_splits, split_of
+from timm_parallel.data.file_list import Listing, check_splits, split_of
 from timm_parallel.keys import DataConfig
 from timm_parallel.machine.text import first
 

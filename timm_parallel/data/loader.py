@@ -1,6 +1,6 @@
 """Data loaders, which read samples by index and stack them to batches of uint8 images.
 
-The module prefetch.py then copies each batch to the device.
+The module on_device.py then copies each batch to the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory, Sample, Split, train_labels
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.data.samplers import (
     EvalSampler,
     IndexBatch,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from timm_parallel.data.fractions import batches_per_epoch
+from timm_parallel.data.file_list import batches_per_epoch
 from timm_parallel.machine.seeds import seed_for
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from timm_parallel.data.dataset import IMAGE_SUFFIXES, ImageDataset, is_hidden
-from timm_parallel.data.fractions import Member
+from timm_parallel.data.file_list import Member
 from timm_parallel.keys import DataConfig
 
 SYNONYMS = {"validation": ("validation", "val", "valid"), "val": ("val", "validation", "valid")}

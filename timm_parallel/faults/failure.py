@@ -25,9 +25,8 @@ from timm_parallel.errors import (
     UnreadableImageError,
     UnsentBatchError,
 )
-from timm_parallel.faults.run_folder import GONE
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine.files import write_json
+from timm_parallel.machine.files import GONE, write_json
 from timm_parallel.machine.ranks import Ranks, host_name
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import for_terminal

@@ -30,8 +30,8 @@ from timm_parallel.faults.heartbeat import (
 )
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.keys import ParallelConfig
-from timm_parallel.machine.process_exit import exit_at_once
 from timm_parallel.machine.ranks import Ranks
+from timm_parallel.machine.signals import exit_at_once
 
 if TYPE_CHECKING:
     from torch.distributed import Store

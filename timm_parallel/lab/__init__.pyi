@@ -1,6 +1,6 @@
 # Reports and comparisons
 from timm_parallel.lab.report.report import write_report as write_report
-from timm_parallel.lab.curves import compare_curves as compare_curves
+from timm_parallel.lab.reproduce import compare_curves as compare_curves
 from timm_parallel.lab.verdict.verdict import start_verdict as start_verdict
 from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
 from timm_parallel.lab.reproduce import reproduce_run as reproduce_run

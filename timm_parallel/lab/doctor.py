@@ -19,8 +19,8 @@ from typing import Any
 from timm_parallel.app import current, root
 from timm_parallel.keys import STRATEGIES, ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
-from timm_parallel.machine import hardware, nvidia
-from timm_parallel.machine.nvidia import Driver
+from timm_parallel.machine import hardware
+from timm_parallel.machine.hardware import Driver
 from timm_parallel.machine.process import SAFE_PATH
 from timm_parallel.machine.secrets import hide_in
 from timm_parallel.record.result import read_result
@@ -91,7 +91,7 @@ class MachineReport:
 
     # GPUs of this process, or the reason why torch can use none.
     cuda: Driver = field(default_factory=hardware.cuda)
-    driver: str | None = field(default_factory=nvidia.driver_version)
+    driver: str | None = field(default_factory=hardware.driver_version)
     torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor"))
     cores: int = field(default_factory=hardware.cores)
     # Free bytes in /dev/shm, through which loader workers pass batches. None on a system without

@@ -12,12 +12,11 @@ from timm_parallel.data.build import check_batch, check_data, training_size
 from timm_parallel.keys import Config, DataConfig, ResolvedConfig, SweepConfig
 from timm_parallel.lab.search.space import FROZEN
 from timm_parallel.lab.search.tune import settings_to_try
-from timm_parallel.lab.sweep.blocks import count_repeats
 from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, expand, names_of
-from timm_parallel.lab.sweep.sweep import resume_sweep, start_sweep
+from timm_parallel.lab.sweep.sweep import count_repeats, resume_sweep, start_sweep
 from timm_parallel.machine.text import plural
-from timm_parallel.record.jobs import VERDICT
+from timm_parallel.record.result import VERDICT
 
 # Columns of the table of a dry run.
 HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from timm_parallel.batch import Batch
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.lab.sweep.board import plain_console, show_table
-from timm_parallel.measure.flops import step_costs
+from timm_parallel.model.flops import step_costs
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.task import Task
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from timm_parallel.machine.lock import is_locked
+from timm_parallel.machine.files import is_locked
 from timm_parallel.machine.text import as_number, for_terminal
 from timm_parallel.record.result import STATUSES
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from timm_parallel.faults.failure import REPORT
 from timm_parallel.launch import job, rank
-from timm_parallel.machine import nvidia
+from timm_parallel.machine import hardware
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import limit_job
 
@@ -83,7 +83,7 @@ def _check_is_forkable() -> None:
     torch = sys.modules.get("torch")
     # Check this library's own queries of the CUDA driver too, because torch does not notice them.
     # After such a query, CUDA does not work in a forked process either.
-    if nvidia.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
+    if hardware.has_initialized_driver or (torch is not None and torch.cuda.is_initialized()):
         raise RuntimeError("the sweep cannot fork its jobs, because an import initialized CUDA")
 
 

@@ -21,11 +21,9 @@ from timm_parallel.config.resolve import halve_batches
 from timm_parallel.faults.failure import RankExits, failure_files, failure_text, first_failure
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.supervisor import StartRank, run_ranks, start_command
-from timm_parallel.machine.files import write_json
-from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.files import lock_folder, write_json
 from timm_parallel.machine.process import SAFE_PATH, process_start_time
-from timm_parallel.record.code_diff import write_code_diff
-from timm_parallel.record.environment import environment_facts, run_seconds
+from timm_parallel.record.environment import environment_facts, run_seconds, write_code_diff
 from timm_parallel.record.result import Result, read_segments, read_status, write_result
 
 

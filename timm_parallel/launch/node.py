@@ -17,14 +17,22 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.faults import failure
 from timm_parallel.faults.heartbeat import publish_failure, published_failures
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.launch import nodes
 from timm_parallel.launch.job import conclude, prepare, record_end, repeat_until_it_fits
-from timm_parallel.launch.rendezvous import POLL_SECONDS, Rendezvous, ranks_store
+from timm_parallel.launch.rendezvous import (
+    POLL_SECONDS,
+    Rendezvous,
+    check_nodes,
+    collect_inventories,
+    publish_inventory,
+    ranks_store,
+    receive_config,
+    refuse_others,
+    share_config,
+)
 from timm_parallel.launch.supervisor import run_ranks
 from timm_parallel.launch.torchrun import node_end
-from timm_parallel.machine.files import write_text
+from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_text
 from timm_parallel.machine.imports import imports_without_gc
-from timm_parallel.machine.lock import is_locked, lock_folder, owner_of
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 
@@ -137,16 +145,16 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     if address.nodes > 1:
         try:
             rendezvous = _meet(address, config.parallel.start_timeout)
-            inventories = nodes.collect_inventories(
+            inventories = collect_inventories(
                 rendezvous.store, address.nodes, config.parallel.start_timeout, "node"
             )
-            nodes.check_nodes(config, inventories)
+            check_nodes(config, inventories)
         except (ValueError, RuntimeError) as error:
             record_end(config, folder, "failed", str(error))
             if rendezvous is not None:
-                nodes.refuse_others(rendezvous.store, address.nodes, str(error))
+                refuse_others(rendezvous.store, address.nodes, str(error))
             raise
-        nodes.share_config(rendezvous.store, folder)
+        share_config(rendezvous.store, folder)
     try:
         ended = run_ranks(config, folder, rendezvous)
         config, ended = repeat_until_it_fits(config, folder, ended)
@@ -184,7 +192,7 @@ def run_follower_node(origin: Path, address: NodeAddress) -> int:
     # start_timeout.
     config = load_config(origin) if (origin / "config.yaml").exists() else Config()
     rendezvous = _meet(address, config.parallel.start_timeout)
-    received = nodes.receive_config(rendezvous.store, address.node)
+    received = receive_config(rendezvous.store, address.node)
     if isinstance(received, str):
         raise ValueError(received)
     config, folder = received
@@ -218,7 +226,7 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     with imports_without_gc():
         import torch.distributed  # noqa: F401  # Rendezvous needs it
     rendezvous = Rendezvous(address, seconds)
-    nodes.publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
+    publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous
 
 

@@ -28,12 +28,12 @@ from timm_parallel.faults.failure import (
 )
 from timm_parallel.faults.heartbeat import publish_failure
 from timm_parallel.faults.liveness import liveness
-from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
+from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.imports import imports_without_gc
-from timm_parallel.machine.process import kill_on_parent_exit
+from timm_parallel.machine.process import kill_on_parent_exit, start_clock
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.machine.secrets import HidingFormatter
 from timm_parallel.machine.signals import (
@@ -43,7 +43,6 @@ from timm_parallel.machine.signals import (
     ignore_stop_signals,
     stop_handler,
 )
-from timm_parallel.machine.start_clock import start_clock
 
 if TYPE_CHECKING:
     from torch.distributed import Store

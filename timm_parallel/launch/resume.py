@@ -36,10 +36,10 @@ from timm_parallel.keys import (
     leaves,
     strategy_options,
 )
-from timm_parallel.machine.lock import is_locked
+from timm_parallel.machine.files import is_locked
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.record.code_diff import CODE_DIFF
+from timm_parallel.record.environment import CODE_DIFF
 from timm_parallel.record.result import Result, check_format, read_result, read_status
 
 # Config keys that a resumed run may not change. Strategy, devices and length of the training may

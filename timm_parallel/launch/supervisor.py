@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from timm_parallel.app import current, root
 from timm_parallel.faults.failure import REPORT, RankExits, reported_failures
 from timm_parallel.faults.heartbeat import published_failures
-from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.keys import ResolvedConfig, ResolvedParallel
 from timm_parallel.launch.rendezvous import (
     BACKEND,
@@ -29,6 +28,7 @@ from timm_parallel.launch.rendezvous import (
     ranks_store,
 )
 from timm_parallel.machine import hardware
+from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.imports import imports_without_gc
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (

@@ -20,13 +20,13 @@ import psutil
 
 from timm_parallel.faults.failure import ENDED_BY_AGENT, RankExits, first_failure
 from timm_parallel.faults.heartbeat import published_failures
-from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.keys import ParallelConfig, ResolvedConfig, ResolvedParallel
-from timm_parallel.launch import nodes
+from timm_parallel.launch import rendezvous
 from timm_parallel.launch.job import conclude, prepare
 from timm_parallel.launch.rank import RankMain, run_rank
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.launch.supervisor import run_agent
+from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.process import kill_on_parent_exit, terminate_descendants
 from timm_parallel.machine.ranks import Ranks, host_name, ranks_from_environment
 
@@ -46,8 +46,10 @@ def negotiate(config: ResolvedConfig, asked: ParallelConfig, ranks: Ranks) -> No
     _refuse_elastic_nodes()
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
-    inventories = nodes.collect_inventories(store, ranks.world_size, config.parallel.start_timeout)
-    nodes.fit_to_nodes(config, asked, inventories)
+    inventories = rendezvous.collect_inventories(
+        store, ranks.world_size, config.parallel.start_timeout
+    )
+    rendezvous.fit_to_nodes(config, asked, inventories)
 
 
 def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
@@ -55,7 +57,7 @@ def _publish_inventory_of(ranks: Ranks, store: Store) -> None:
     # Compare the number of nodes too. Agents with different --nnodes would train with the value of
     # node 0 and then wait for each other.
     arguments = [f"--nnodes={ranks.nodes}", *sys.argv[1:]] if is_compared else None
-    nodes.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
+    rendezvous.publish_inventory(store, ranks.rank, ranks.node, ranks.local_world_size, arguments)
 
 
 def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ranks) -> int:
@@ -65,7 +67,7 @@ def run_rank_zero(run: RankMain, config: ResolvedConfig, folder: Path, ranks: Ra
     prepare(config, folder)
     store = open_store(ranks)
     store.underlying_store.set(FOLDER, str(folder.resolve()))
-    nodes.share_config(store, folder.resolve())
+    rendezvous.share_config(store, folder.resolve())
     return _run_and_report(run, config, folder, ranks, store)
 
 
@@ -125,7 +127,7 @@ def refuse_followers(ranks: Ranks, reason: str) -> None:
     config. Does nothing for a single rank.
     """
     if ranks.world_size > 1:
-        nodes.refuse_others(open_store(ranks), ranks.world_size, reason)
+        rendezvous.refuse_others(open_store(ranks), ranks.world_size, reason)
 
 
 def run_follower(run: RankMain, ranks: Ranks) -> int:
@@ -134,7 +136,7 @@ def run_follower(run: RankMain, ranks: Ranks) -> int:
     """
     store = open_store(ranks)
     _publish_inventory_of(ranks, store)
-    received = nodes.receive_config(store, ranks.rank)
+    received = rendezvous.receive_config(store, ranks.rank)
     if not isinstance(received, str):
         return _run_and_report(run, *received, ranks, store)
     if ranks.node > 0 and ranks.is_first_of_node:

@@ -1,5 +1,6 @@
-"""Functions that write files atomically, read JSON files and create run folders. After a crash, a
-file has either its old or its new content.
+"""Files and folders of a run: create, lock and watch the folder, write files atomically, read JSON.
+After a crash, a file has either its old or its new content. The kernel releases a lock when the
+process dies, so no heartbeat is needed.
 """
 
 from __future__ import annotations
@@ -7,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from timm_parallel.errors import UnknownFormatError
@@ -131,3 +136,155 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+log = logging.getLogger(__name__)
+LOCK_FILE = ".lock"
+# Seconds to wait for a lock, because another process may hold it for a moment while it calls
+# is_locked.
+PATIENCE_SECONDS = 0.2
+# Paths of the lock files that this process holds.
+_held: set[Path] = set()
+# Error numbers of a file system that does not support locks.
+NO_LOCKS = (
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOLCK,
+)
+
+
+@contextmanager
+def lock_folder(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Lock a run or sweep folder during the `with` block. If another process holds the lock, raises
+    ValueError with the pid and host of that process.
+
+    `patience`: seconds to wait for the lock.
+    """
+    from filelock import FileLock, Timeout
+
+    # Reject a missing folder here, because FileLock would create it.
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    lock = FileLock(folder / LOCK_FILE, timeout=patience, poll_interval=0.02, on_acquired=_sign)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"{folder}: in use by {owner_of(folder)}; wait for it, stop it, or use another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise ValueError(
+                f"{folder}: cannot be written to ({error.strerror}); use another folder"
+            ) from None
+        log.warning(
+            "%s: this file system has no locks (%s); do not start a second run here", folder, error
+        )
+    path = folder.resolve() / LOCK_FILE
+    try:
+        if lock.is_locked:
+            _held.add(path)
+        yield
+    finally:
+        _held.discard(path)
+        if lock.is_locked:
+            path.unlink(missing_ok=True)
+        lock.release()
+
+
+def remove_lock_files() -> None:
+    """Delete the lock files that this process holds. Called before os._exit, which skips every
+    `finally` block.
+    """
+    for path in list(_held):
+        with suppress(OSError):
+            path.unlink()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return True if a running process holds the lock of a run or sweep folder."""
+    if not (folder / LOCK_FILE).exists():
+        return False
+    try:
+        with lock_folder(folder, patience=0):
+            return False
+    except ValueError:
+        return True
+
+
+def _sign(descriptor: int) -> None:
+    """Write pid, host and Slurm job of this process into the open lock file, for messages of other
+    processes.
+    """
+    os.truncate(descriptor, 0)
+    job = f" of Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
+
+
+def owner_of(folder: Path) -> str:
+    """Describe the process that holds the lock of a folder, by pid, host and Slurm job. Return
+    `another process` if the lock file does not say this.
+    """
+    # The file may be missing, because the other process deletes the file when it releases the lock.
+    with suppress(OSError):
+        return (folder / LOCK_FILE).read_text(errors="replace").strip() or "another process"
+    return "another process"
+
+
+# Value of `exception` in the failure record of a run whose folder is gone, in place of an
+# exception's name.
+GONE = "FolderGone"
+
+
+class RunFolder:
+    """Run folder of this process, with a method that detects its deletion. It is a context manager,
+    because it keeps the folder open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Store an absolute path, because the project's code may change the current folder.
+        self.path = folder.absolute()
+        # Watch config.yaml too. `rm -rf` fails if a rank writes a file at the same moment, and then
+        # leaves the folder without its config.yaml.
+        self._marks = [path for path in (self.path, self.path / "config.yaml") if path.exists()]
+        # Keep the folder open, because some network file systems keep its inode number only while
+        # it is open.
+        self._descriptor = (
+            os.open(self.path, os.O_RDONLY) if os.name == "posix" and self._marks else None
+        )
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_gone(self) -> bool:
+        """Return True if the run folder was deleted or moved, or if another folder now has its
+        name.
+        """
+        try:
+            found = [path.stat() for path in self._marks]
+            return self._descriptor is not None and not os.path.samestat(
+                found[0], os.fstat(self._descriptor)
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        # Ignore an error of a network file system, which may respond again later.
+        except OSError:
+            return False
+
+    @property
+    def problem(self) -> str:
+        return (
+            f"{self.path}: this run folder was deleted or moved, so the run cannot save "
+            "anything and ends"
+        )

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine.text import yaml_text
-from timm_parallel.measure.flops import without_storage
+from timm_parallel.model.flops import without_storage
 from timm_parallel.model.freeze import frozen_modules
+from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.lockstep import LockstepNetworks
 from timm_parallel.parallel.networks import Networks
 
 if TYPE_CHECKING:

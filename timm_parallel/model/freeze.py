@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from timm_parallel.parallel.blocks import groups_of
+from timm_parallel.parallel.fully_sharded import groups_of
 
 
 def freeze(model: Any, which: int | str | None) -> str:

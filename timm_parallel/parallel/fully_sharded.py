@@ -1,28 +1,186 @@
 """Strategy fsdp: FSDP2, in which every rank holds a part of every parameter.
 
-During a step, the parameters are gathered for one block of the model after the other. Gradients,
-optimizer state and averaged weights are sharded too. Checkpoints hold whole tensors, as under every
-strategy.
+During a step, the parameters are gathered for one block of the model, such as a transformer layer,
+after the other. Gradients, optimizer state and averaged weights are sharded too. Checkpoints hold
+whole tensors, as under every strategy. Each forward pass needs all ranks, so a rank without a batch
+to evaluate still takes part.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
+from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from timm_parallel.faults.liveness import FORWARD, GATHERING, liveness
-from timm_parallel.parallel.blocks import blocks_of, vector_layers
+from timm_parallel.faults.liveness import COUNTING, EVALUATING, FORWARD, GATHERING, liveness
 from timm_parallel.parallel.distributed import Distributed
-from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.group import ProcessGroup
 from timm_parallel.parallel.networks import LOSS, Networks, PhaseStep
+
+# Modules that only contain other modules. A forward pass may call these inner modules directly, so
+# fsdp must not treat the container as a block.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """Return the blocks of a model, whose parameters fsdp gathers one block after the other.
+
+    A method `shard_blocks()` of the model overrides the search. In a timm model, a block is a
+    module in one of timm's layer groups whose class occurs at least twice. In other models it is a
+    module with children that is no container such as nn.Sequential. Layers outside of all blocks,
+    such as the head, are gathered for the whole step.
+    """
+    if hasattr(model, "shard_blocks"):
+        return list(model.shard_blocks())
+    group_of = groups_of(model)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    blocks = [
+        block for block in _blocks_in(model, "", group_of) if not _shares_parameters(block, uses)
+    ]
+    if not group_of:
+        return blocks
+    # Leave out stems, whose class occurs once. A stem may return a view to which the model adds a
+    # position embedding in place, and FSDP2 does not allow this.
+    classes = Counter(type(block) for block in blocks)
+    return [block for block in blocks if classes[type(block)] > 1]
+
+
+def _blocks_in(module: nn.Module, prefix: str, group_of: dict[str, int]) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}."
+        groups = {group_of.get(path + inner, 0) for inner, _ in child.named_parameters()}
+        # Skip a single layer, because gathering such a small layer alone costs more than it saves.
+        if not groups or next(child.children(), None) is None:
+            continue
+        if groups_of(child):
+            yield from blocks_of(child)
+        elif len(groups) > 1 or isinstance(child, CONTAINERS):
+            yield from _blocks_in(child, path, group_of)
+        else:
+            yield child
+
+
+def _shares_parameters(block: nn.Module, uses: Counter[int]) -> bool:
+    """Return True if a module outside of `block` uses one of its parameters.
+
+    fsdp cannot shard such a block by itself, because this would separate the tied weights.
+    """
+    inside = Counter(
+        id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)
+    )
+    return any(uses[number] > count for number, count in inside.items())
+
+
+def groups_of(model: Any, coarse: bool = False) -> dict[str, int]:
+    """Return a dictionary from the name of each parameter to the number of its layer group in timm.
+
+    Group 0 is the stem. The dictionary is empty if the model is not of timm.
+    """
+    if not hasattr(model, "group_matcher"):
+        return {}
+    matcher = model.group_matcher(coarse=coarse)
+    return cast(dict[str, int], group_parameters(model, matcher, reverse=True))
+
+
+def vector_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose parameters are all vectors, such as norms and layer scales.
+
+    Under autocast these layers compute in float32.
+    """
+    own = ((module, list(module.parameters(recurse=False))) for module in model.modules())
+    return [
+        module for module, parameters in own if parameters and all(p.ndim == 1 for p in parameters)
+    ]
+
+
+class LockstepNetworks(Networks):
+    """Sharded networks that start each forward pass on all ranks at the same time.
+
+    After its last batch, a rank must call `finish`.
+    """
+
+    def __init__(self, networks: Networks, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__({name: _Member(network) for name, network in networks.items()})
+        self._group, self._device = group, device
+        for name, member in self.items():
+            assert isinstance(member, _Member)
+            # Hide the reference from torch, which would take it for a child.
+            member.run = lambda inputs, name=name: self._take_turns(name, inputs)
+
+    def finish(self) -> None:
+        """Take part in the forward passes of the other ranks until all of them have finished. Then
+        free the gathered parameters. All ranks must call this function.
+        """
+        while self._run_requested(None, ()) is not None:
+            pass
+        for module in self.modules():
+            getattr(module, "reshard", lambda: None)()
+
+    def _take_turns(self, name: str, inputs: tuple[Any, ...]) -> Any:
+        """Run a network on inputs, and meanwhile the networks that earlier ranks request."""
+        while (result := self._run_requested(name, inputs)) is not None:
+            is_own, outputs = result
+            if is_own:
+                return outputs
+        raise AssertionError("this rank requests a network, so there is a request")
+
+    def _run_requested(self, name: str | None, inputs: tuple[Any, ...]) -> tuple[bool, Any] | None:
+        """Gather which network each rank requests, and run that of the first rank with a request:
+        on the inputs of this rank if it requests the same network, else on zeros.
+
+        Returns whether this rank requested it, and its outputs; None if no rank requests a network.
+        """
+        leaves, spec = tree_flatten(inputs)
+        shapes = [
+            (list(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        liveness.at(COUNTING)
+        requests = [r for r in self._group.gather([name, shapes] if name else None) if r]
+        liveness.at(EVALUATING)
+        if not requests:
+            return None
+        chosen, of_first = requests[0]
+        is_own = chosen == name
+        if not is_own:
+            leaves = [
+                torch.zeros(leaf[0], dtype=getattr(torch, leaf[1]), device=self._device)
+                if isinstance(leaf, list)
+                else leaf
+                for leaf in of_first
+            ]
+            spec = tree_flatten(tuple(leaves))[1]
+        member = self[chosen]
+        assert isinstance(member, _Member)
+        # Do not use inference mode, because parameters that were gathered in it cannot be trained
+        # later.
+        with torch.inference_mode(False), torch.no_grad():
+            return is_own, member.network(*tree_unflatten(leaves, spec))
+
+
+class _Member(nn.Module):
+    """A network whose forward pass waits for the other ranks."""
+
+    run: Any
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(inputs)
 
 
 class FullySharded(Distributed):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from timm_parallel.keys import STRATEGIES, ResolvedParallel, TrainConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.imports import import_class
+from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.parallel.cpu_tuning import keep_freed_memory, watch_openmp_oversubscription
 from timm_parallel.parallel.group import BufferSync, ProcessGroup, TorchProcessGroup
 from timm_parallel.parallel.networks import Networks, PhaseStep

@@ -1,6 +1,6 @@
-"""Collect the machine, versions and command of a run for `environment.json`.
-
-The values come from package metadata and NVML, without importing torch.
+"""Collect the machine, versions and command of a run for `environment.json`, and uncommitted
+changes for `code.diff`. The values come from package metadata and the driver, without importing
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import psutil
 
 from timm_parallel.app import code_hashes, root
 from timm_parallel.keys import Config
-from timm_parallel.machine import hardware, nvidia
+from timm_parallel.machine import hardware
+from timm_parallel.machine.files import write_text
+from timm_parallel.machine.secrets import mask_code
 
 # Files that an attempt of a run writes until its end. Slurm writes logs/slurm.log before the next
 # attempt starts, so that file is not among them.
@@ -52,7 +54,7 @@ def environment_facts(config: Config) -> dict[str, Any]:
             "memory_bytes": psutil.virtual_memory().total,
         },
         "devices": [dataclasses.asdict(device) for device in devices],
-        "driver": nvidia.driver_version(),
+        "driver": hardware.driver_version(),
         "cuda": hardware.torch_cuda(),
         "nccl": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
         "backend": config.parallel.backend if config.parallel.has_ranks else None,
@@ -104,3 +106,57 @@ def output_of(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+CODE_DIFF = "code.diff"
+# Limits of code.diff: bytes to keep, and seconds that git may take. The diff of a changed notebook
+# or data file can have any size.
+LARGEST, SECONDS = 1_000_000, 5
+# If a diff is incomplete, its last line starts with this text.
+CUT = "cut: "
+# These options override the git settings of the user, which may add colors or run other programs.
+# `git apply` needs the prefixes a/ and b/.
+DIFF = (
+    "diff",
+    "HEAD",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
+UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
+
+
+def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = None) -> None:
+    """Write `code.diff` into a run folder if the code has uncommitted changes, else delete an older
+    one.
+
+    Secrets are masked. A diff of more than LARGEST bytes is cut, and its last line says so.
+    `dirty`: whether there are uncommitted changes.
+    """
+    path = folder / CODE_DIFF
+    path.unlink(missing_ok=True)
+    if dirty:
+        # Put the names of untracked files first, because `git apply` ignores lines before the first
+        # diff.
+        project = project or root()
+        names = output_of("git", "-C", str(project), *UNTRACKED) or ""
+        untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
+        write_text(path, mask_code(untracked + _diff(project)))
+
+
+def _diff(root: Path) -> str:
+    """Return the output of `git diff HEAD`, cut to LARGEST bytes and ended by a line that
+    says so.
+    """
+    command = ("git", "-C", str(root), *DIFF)
+    try:
+        output = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True).stdout
+        if len(output) <= LARGEST:
+            return output.decode(errors="replace")
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        output = error.stdout or b""
+    # Drop the incomplete last line, because a secret that is cut in two would not be masked.
+    lines = output[: output.rfind(b"\n", 0, LARGEST) + 1].decode(errors="replace")
+    return f"{lines}{CUT}larger than {LARGEST:,} bytes, or git failed\n"

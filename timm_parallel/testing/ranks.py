@@ -209,7 +209,7 @@ def _warm_rank(
 ) -> None:
     assert "timm_parallel.testing.warm" in sys.modules, COLD
     from timm_parallel.launch.rank import main
-    from timm_parallel.machine.process_exit import exit_process
+    from timm_parallel.machine.signals import exit_process
 
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)

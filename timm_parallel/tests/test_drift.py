@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore
 from timm_parallel.errors import ReplicasDifferError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.runtime import replica_checks
-from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
+from timm_parallel.run import replica_checks
+from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks
 

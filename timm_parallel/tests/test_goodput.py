@@ -67,7 +67,7 @@ def test_goodput_counts_kept_steps_of_all_segments_but_not_the_time_between_them
 
 def set_trained_seconds(run: Path, seconds: float) -> None:
     """Change the seconds of training steps in the checkpoint of a run."""
-    from timm_parallel.state import checkpoint
+    from timm_parallel.run import checkpoint
 
     newest = checkpoint.load_newest(run)
     assert newest is not None

@@ -18,7 +18,7 @@ from timm_parallel.tests.small_runs import resolved
 # Each reading of the clock adds the pace of the rank, and a step reads the clock twice.
 CLOCK = """
 import itertools, os, time, types
-from timm_parallel.runtime import run
+from timm_parallel.run import run
 
 pace = 6.0 if os.environ.get("RANK", "0") == "0" else 0.001
 readings = itertools.count()

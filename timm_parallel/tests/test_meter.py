@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.machine import start_clock
-from timm_parallel.machine.start_clock import StartClock, describe_start
-from timm_parallel.measure import meter as module
-from timm_parallel.measure import telemetry
-from timm_parallel.measure.meter import Meter
+from timm_parallel.machine import process
+from timm_parallel.machine.process import StartClock, describe_start
+from timm_parallel.run import meter as module
+from timm_parallel.run import telemetry
+from timm_parallel.run.meter import Meter
 
 
 class Time:
@@ -53,7 +53,7 @@ class Gpu:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
     monkeypatch.setattr(module, "time", time)
-    monkeypatch.setattr(start_clock, "time", time)
+    monkeypatch.setattr(process, "time", time)
     monkeypatch.setattr(telemetry, "time", time)
     return time
 

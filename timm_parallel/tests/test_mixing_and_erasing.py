@@ -14,7 +14,7 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 
 from timm_parallel.batch import Batch
-from timm_parallel.data.batch_augment import Erasing, Mixing
+from timm_parallel.data.on_device import Erasing, Mixing
 from timm_parallel.machine.seeds import seed_for, seeds_for
 
 

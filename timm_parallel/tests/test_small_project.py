@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten
 from timm_parallel import Run, Training, compose, resolve
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
-from timm_parallel.runtime.step import Step
+from timm_parallel.run.step import Step
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.machine import process_exit
+from timm_parallel.machine import signals
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.imports import import_name
 from timm_parallel.machine.secrets import hide_in, mask
@@ -178,7 +178,7 @@ class Channel:
 
     def _give_up(self, problem: str) -> None:
         if not self._has_failed:
-            self._has_failed = process_exit.exit_handlers_may_block = True
+            self._has_failed = signals.exit_handlers_may_block = True
             log.warning(
                 "tracker %s: %s; the run continues without it",
                 self.name,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.template.runs import ROOT, resolved, run_warm, tiny
-from timm_parallel.checked_configs import compose_evaluation
+from timm_parallel.checked_configs import check_task, compose_evaluation
 from timm_parallel.config.compose import (
     compose_command,
     load_config,
@@ -30,9 +30,7 @@ from timm_parallel.launch.resume import (
     keep_chosen,
 )
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.record.jobs import Job
-from timm_parallel.record.result import read_result
-from timm_parallel.task_rules import check_task
+from timm_parallel.record.result import Job, read_result
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import warm_ranks

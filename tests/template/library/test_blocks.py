@@ -27,14 +27,18 @@ from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
-from timm_parallel.lab.sweep.blocks import append_block, check_blocks, count_repeats, freeze_jobs
-from timm_parallel.lab.sweep.composer import Composer
-from timm_parallel.lab.sweep.points import Point, expand, make_point
-from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
+from timm_parallel.lab.sweep.points import Composer, Point, expand, make_point
+from timm_parallel.lab.sweep.sweep import (
+    Sweep,
+    append_block,
+    check_blocks,
+    count_repeats,
+    freeze_jobs,
+    reset_unfinished,
+)
 from timm_parallel.launch.resume import compose_run
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.jobs import Job, Jobs, read_jobs
-from timm_parallel.record.result import Result
+from timm_parallel.record.result import Job, Jobs, Result, read_jobs
 from timm_parallel.testing.configs import conf, parse
 
 SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")

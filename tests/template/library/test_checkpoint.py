@@ -24,9 +24,9 @@ from timm_parallel.errors import UnknownFormatError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
-from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts
-from timm_parallel.state.progress import Progress
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.progress import Progress
 
 Contents = dict[str, Any]
 
@@ -48,7 +48,7 @@ def contents_of(run: RunParts, step: int = 1) -> Contents:
     run.state.progress = Progress(step=step, step_in_epoch=step, best_values={"acc": 0.25})
     made_by = {"strategy": "single", "devices": 1}
     return {
-        **saving.snapshot(run.state, run.strategy),
+        **restoring.snapshot(run.state, run.strategy),
         "classes": run.dataset.target_names,
         "made_by": made_by,
     }
@@ -121,7 +121,7 @@ def test_checkpoint_restore_ignores_strategy_state_that_another_strategy_saved(
     before.total = torch.tensor([1.0, 2.0])
     other.config = replace(single.config.parallel, strategy="src.parallel.other.Other")
     made_by = {"strategy": "single", "devices": 1}
-    saved = {**saving.snapshot(single.state, before), "classes": [], "made_by": made_by}
+    saved = {**restoring.snapshot(single.state, before), "classes": [], "made_by": made_by}
     contents = checkpoint.load(save(tmp_path, saved, 1))
     for strategy, expected in ((after, [1.0, 2.0]), (other, [0.0, 0.0])):
         restoring.restore(single.state, strategy, contents)

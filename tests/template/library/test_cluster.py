@@ -19,9 +19,8 @@ from src.schema import Config
 from tests.template.cluster_commands import JOB_WITH_GPUS
 from timm_parallel.cluster import slurm
 from timm_parallel.cluster.kubernetes import write_manifest
-from timm_parallel.config.cluster import cluster_rules, gpus_of_gres
 from timm_parallel.config.compose import load_config
-from timm_parallel.config.validate import refuse
+from timm_parallel.config.validate import cluster_rules, gpus_of_gres, refuse
 from timm_parallel.entry import run_command
 from timm_parallel.faults.failure import RankExits
 from timm_parallel.keys import ClusterConfig, ParallelConfig

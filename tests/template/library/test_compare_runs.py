@@ -11,7 +11,7 @@ import pytest
 
 from scripts import compare_runs
 from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
-from timm_parallel.lab.curves import compare_curves
+from timm_parallel.lab.reproduce import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
 
 pytestmark = pytest.mark.portable

@@ -17,7 +17,7 @@ from src.schema import COMPILE_MODES
 from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.checks import compile_model
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.ranks import in_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

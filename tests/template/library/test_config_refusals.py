@@ -20,6 +20,7 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.classification import Classification, ClassLoss
+from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination
@@ -29,7 +30,6 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.machine.imports import find_class, find_name, import_name
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.task_rules import check_task
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 

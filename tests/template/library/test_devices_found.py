@@ -23,8 +23,8 @@ from timm_parallel.config.compose import compose_command, device_counts
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.entry import run_command
 from timm_parallel.keys import Config
-from timm_parallel.machine import hardware, nvidia
-from timm_parallel.machine.nvidia import CudaDevice, Driver, Gpu
+from timm_parallel.machine import hardware
+from timm_parallel.machine.hardware import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
 
 
@@ -180,8 +180,8 @@ def ask(
             raise OSError("libcuda.so.1: cannot open shared object file")
         return driver
 
-    monkeypatch.setattr(nvidia, "_open_driver", load)
-    monkeypatch.setattr(nvidia, "nvidia_device_files", lambda: ["/dev/nvidia0"] if shown else [])
+    monkeypatch.setattr(hardware, "_open_driver", load)
+    monkeypatch.setattr(hardware, "nvidia_device_files", lambda: ["/dev/nvidia0"] if shown else [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -255,12 +255,12 @@ def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
 
 
 def test_nvidia_device_files_are_found_in_dev_and_proc(tmp_path: Path) -> None:
-    assert nvidia.nvidia_device_files(tmp_path) == []
+    assert hardware.nvidia_device_files(tmp_path) == []
     (tmp_path / "dev").mkdir()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia3"):
         (tmp_path / "dev" / name).touch()
     (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
-    assert [Path(sign).name for sign in nvidia.nvidia_device_files(tmp_path)] == [
+    assert [Path(sign).name for sign in hardware.nvidia_device_files(tmp_path)] == [
         "nvidia3",
         "0000:01:00.0",
     ]
@@ -290,7 +290,7 @@ def test_cuda_driver_calls_work_with_a_library_that_has_the_signatures_of_cuda_h
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=300
     )
-    monkeypatch.setattr(nvidia, "_open_driver", lambda: ctypes.CDLL(str(library)))
+    monkeypatch.setattr(hardware, "_open_driver", lambda: ctypes.CDLL(str(library)))
     assert Driver.ask("13.0").devices == (
         CudaDevice(0, "first", 40 << 32, "GPU-28282828-2828-2828-2828-282828282828"),
         # The driver does not tell the memory of a slice.

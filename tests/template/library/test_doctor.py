@@ -24,7 +24,7 @@ from timm_parallel.lab.doctor import (
     strategies_to_try,
     try_strategy,
 )
-from timm_parallel.machine.nvidia import CudaDevice, Driver
+from timm_parallel.machine.hardware import CudaDevice, Driver
 from timm_parallel.record.result import Result, write_result
 from timm_parallel.testing.commands import Train
 

@@ -28,15 +28,14 @@ from tests.template.runs import cpu_strategy, evaluate_batches, resolved, task_o
 from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import Strategy
-from timm_parallel.runtime.evaluation import Evaluation, evaluate
-from timm_parallel.runtime.predictions import write_predictions
+from timm_parallel.run.evaluation import Evaluation, evaluate, write_predictions
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_map_only
 from src.data.transforms import CropAndFlip, OnImage
 from src.schema import AugmentConfig
 from tests.template.runs import cpu_loader
-from timm_parallel.data.batch_augment import Erasing
 from timm_parallel.data.dataset import InMemory, Split, split_fingerprint, train_labels
 from timm_parallel.data.decode import Files, TarSplit
 from timm_parallel.data.loader import BatchFetcher, num_workers
 from timm_parallel.data.masks import MaskFiles
-from timm_parallel.data.prefetch import BatchMemory, DevicePrefetcher
+from timm_parallel.data.on_device import BatchMemory, DevicePrefetcher, Erasing
 from timm_parallel.data.samplers import IndexBatch, TrainSampler
 from timm_parallel.errors import UnsentBatchError
 from timm_parallel.machine import hardware

@@ -21,7 +21,7 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run.parts import RunParts
 from timm_parallel.testing.ranks import in_ranks, train_warm
 
 CLASSES = ("circle", "square", "star")

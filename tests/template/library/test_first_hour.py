@@ -35,8 +35,8 @@ from timm_parallel.parallel.distributed import unused_parameters
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.console import print_config
-from timm_parallel.record.jobs import Jobs
-from timm_parallel.runtime.run_result import speed_without_wait
+from timm_parallel.record.result import Jobs
+from timm_parallel.run.run_result import speed_without_wait
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import RANK_VARIABLES, in_ranks
 

@@ -24,12 +24,11 @@ from src.train.run import train
 from tests.template.runs import parts_of, resolved, start_run
 from timm_parallel.data.samplers import EvalSampler
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.parallel.blocks import blocks_of, vector_layers
-from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.fully_sharded import LockstepNetworks, blocks_of, vector_layers
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.evaluation import evaluate
+from timm_parallel.run.parts import RunParts, evaluation_networks
 from timm_parallel.testing.ranks import in_ranks
 
 SETTINGS = (
@@ -133,7 +132,7 @@ def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], 
         name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
         for name, ts in held.items()
     }
-    saved = saving.snapshot(state, parts.strategy)
+    saved = restoring.snapshot(state, parts.strategy)
     tensors = tree_leaves([saved["model"], saved["phases"], saved["averages"]])
     assert not any(isinstance(tensor, DTensor) for tensor in tensors)
     parts.strategy.close()
@@ -172,7 +171,7 @@ def three_steps_of_each_optimizer(ranks: Any, store: Any) -> dict[str, Any]:
             state.phases[0].optimizer.step()
             state.phases[0].optimizer.zero_grad()
             if step == 1:
-                saved = parts.strategy.group.share_state(saving.snapshot(state, parts.strategy))
+                saved = parts.strategy.group.share_state(restoring.snapshot(state, parts.strategy))
                 restoring.restore(state, parts.strategy, saved)
         whole = [
             parts.strategy.whole(parameter.detach()).flatten()
@@ -341,7 +340,7 @@ def evaluated(ranks: Any, store: Any, stops: bool) -> list[float | None] | None:
 
 
 def _evaluated_without_count(ranks: Any, store: Any) -> list[list[float | None] | None]:
-    from timm_parallel.runtime import evaluation
+    from timm_parallel.run import evaluation
 
     # Replace the check of the number of samples. This test gives the ranks other samples than the
     # sampler would, and the check would fail.

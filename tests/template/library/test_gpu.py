@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from src.schema import ResolvedConfig
 from tests.template.runs import parts_of, resolved, run_warm, take_steps
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import evaluate
-from timm_parallel.state import checkpoint
-from timm_parallel.state.parts import evaluation_networks
+from timm_parallel.run import checkpoint
+from timm_parallel.run.evaluation import evaluate
+from timm_parallel.run.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.gpu import ON_CUDA, ONLY_CUDA, on_gpus
 

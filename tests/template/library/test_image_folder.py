@@ -15,8 +15,8 @@ from src.schema import Config, DataConfig
 from tests.template.runs import run_warm
 from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
+from timm_parallel.data.file_list import split_of
 from timm_parallel.data.folder import FolderDataset, class_folders
-from timm_parallel.data.fractions import split_of
 from timm_parallel.testing.commands import Refuse
 
 

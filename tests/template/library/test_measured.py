@@ -20,15 +20,15 @@ from timm_parallel.batch import Batch
 from timm_parallel.errors import RefusedError
 from timm_parallel.faults.liveness import liveness
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.measure import telemetry
-from timm_parallel.measure.step_hooks import StepHooks, summary_lines
-from timm_parallel.measure.telemetry import Energy
 from timm_parallel.parallel.distributed import Distributed, TimedDistributedDataParallel
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.run_result import flags, guard
-from timm_parallel.runtime.step import Step
+from timm_parallel.run import telemetry
+from timm_parallel.run.meter import StepHooks, summary_lines
+from timm_parallel.run.run_result import flags, guard
+from timm_parallel.run.step import Step
+from timm_parallel.run.telemetry import Energy
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 

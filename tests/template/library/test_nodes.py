@@ -23,16 +23,16 @@ from src.app import app
 from tests.template.runs import parts_of, resolved, run_warm, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
-from timm_parallel.launch import node, nodes, torchrun
-from timm_parallel.launch.nodes import (
+from timm_parallel.launch import node, rendezvous, torchrun
+from timm_parallel.launch.rendezvous import (
     NodeInventory,
     collect_inventories,
     fit_to_nodes,
+    listen_towards,
     publish_inventory,
 )
-from timm_parallel.launch.rendezvous import listen_towards
 from timm_parallel.launch.supervisor import RankExits
-from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.ranks import (
     NEEDED,
     NodeAddress,
@@ -42,8 +42,8 @@ from timm_parallel.machine.ranks import (
 )
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.run import Training
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
+from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks
@@ -226,7 +226,7 @@ def test_error_names_the_hosts_whose_overrides_library_versions_or_code_differ(
 ) -> None:
     store = HashStore()
     for node_ in range(3):
-        monkeypatch.setattr(nodes, "host_name", lambda node_=node_: f"host{node_}")
+        monkeypatch.setattr(rendezvous, "host_name", lambda node_=node_: f"host{node_}")
         publish_inventory(store, node_, node_, 1, ARGUMENTS)
     third = collect_inventories(store, 3, 5)[2]
     for key, here in (("train.epochs", "4"), ("torch", TORCH), ("src/schema.py", "")):

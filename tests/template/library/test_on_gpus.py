@@ -31,17 +31,15 @@ from timm_parallel.batch import Batch
 from timm_parallel.faults.failure import failure_record
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine import hardware
-from timm_parallel.machine.nvidia import Driver
+from timm_parallel.machine.hardware import Driver
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.measure.meter import Meter
-from timm_parallel.measure.step_hooks import StepHooks
 from timm_parallel.parallel.networks import Autocast, Networks, PhaseStep
 from timm_parallel.parallel.strategy import build_strategy, use_deterministic_algorithms
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.step import Step, seed_step
-from timm_parallel.state import checkpoint
-from timm_parallel.state.parts import Learning, Phase
-from timm_parallel.state.progress import Progress
+from timm_parallel.run import checkpoint
+from timm_parallel.run.meter import Meter, StepHooks
+from timm_parallel.run.parts import Learning, Phase
+from timm_parallel.run.progress import Progress
+from timm_parallel.run.step import MetricWindow, Step, seed_step
 
 # Fake tensors raise these errors where an operation needs the data of a tensor. All earlier
 # operations have then succeeded.

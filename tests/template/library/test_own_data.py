@@ -22,7 +22,7 @@ from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
 from timm_parallel.data.decode import Files
-from timm_parallel.data.fractions import split_of
+from timm_parallel.data.file_list import split_of
 from timm_parallel.machine.text import similar_names
 from timm_parallel.task import Task
 

@@ -25,8 +25,8 @@ from timm_parallel.entry import run_command
 from timm_parallel.lab.code_copy import git
 from timm_parallel.launch import job
 from timm_parallel.machine.files import claim_folder, write_json, write_text
-from timm_parallel.record import code_diff, environment
-from timm_parallel.record.code_diff import CODE_DIFF, write_code_diff
+from timm_parallel.record import environment
+from timm_parallel.record.environment import CODE_DIFF, write_code_diff
 from timm_parallel.record.result import (
     FORMAT,
     STATUSES,
@@ -108,7 +108,7 @@ def test_code_diff_larger_than_1_mb_is_truncated_at_the_end_of_a_line(
     assert lines[-1] == "+a line of 24 characters" and len(lines) == pytest.approx(
         1_000_000 / 25, abs=10
     )
-    monkeypatch.setattr(code_diff, "LARGEST", 3_000_000)
+    monkeypatch.setattr(environment, "LARGEST", 3_000_000)
     write_code_diff(tmp_path, True, repository)
     assert len((tmp_path / CODE_DIFF).read_text().splitlines()) > 100_000
 

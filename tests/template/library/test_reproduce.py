@@ -20,7 +20,7 @@ from timm_parallel.config.compose import load_config
 from timm_parallel.keys import TrackerConfig
 from timm_parallel.lab import reproduce
 from timm_parallel.lab.code_copy import apply_diff, copy_commit
-from timm_parallel.record.code_diff import CODE_DIFF
+from timm_parallel.record.environment import CODE_DIFF
 
 # The recorded run has 15 steps and logs a loss every 3 steps. The tests reproduce only the first 9
 # steps.
@@ -112,7 +112,7 @@ def test_reproduction_names_what_has_changed_since_the_run(
 ) -> None:
     def changed_code(repository: Path, commit: str, folder: Path) -> None:
         copied_code(repository, commit, folder)
-        step = folder / "timm_parallel/runtime/step.py"
+        step = folder / "timm_parallel/run/step.py"
         edit(step, "{name: loss.detach()", "{name: 2 * loss.detach()")
 
     monkeypatch.setattr(reproduce, "copy_commit", changed_code)
@@ -125,7 +125,7 @@ def test_reproduction_names_what_has_changed_since_the_run(
     first = found["first_difference"]
     assert (first["metric"], first["step"]) == ("train/loss", 3)
     assert first["now"] == pytest.approx(2 * first["was"], rel=1e-5)
-    code = "code of timm_parallel/runtime/step.py"
+    code = "code of timm_parallel/run/step.py"
     assert found["differences"].keys() == {"threads_per_device", code}
     assert found["differences"]["threads_per_device"] == [1, 2]
     assert len(found["newer_files"]) == 30 and found["newer_files"][0] == "a/0.png"

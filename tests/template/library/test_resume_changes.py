@@ -31,12 +31,11 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.run import Run
-from timm_parallel.state import checkpoint
-from timm_parallel.state.parts import RunParts
-from timm_parallel.state.progress import Progress
-from timm_parallel.state.restoring import restore_optimizer
-from timm_parallel.state.saving import checkpoint_of, optimizer_state
+from timm_parallel.run import checkpoint
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.progress import Progress
+from timm_parallel.run.restoring import checkpoint_of, optimizer_state, restore_optimizer
+from timm_parallel.run.run import Run
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import RANK_VARIABLES, warm_ranks
 

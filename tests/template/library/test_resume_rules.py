@@ -24,13 +24,13 @@ from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.jobs.folders import config_folder
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.launch import job
 from timm_parallel.machine import hardware
-from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.ranks import NEEDED
-from timm_parallel.record.code_diff import CODE_DIFF
+from timm_parallel.record.environment import CODE_DIFF
 from timm_parallel.record.result import Result, read_result, write_result
 from timm_parallel.testing.configs import conf, parse
 

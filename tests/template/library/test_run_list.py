@@ -15,7 +15,7 @@ import pytest
 from scripts import runs as script
 from tests.template.runs import resolved
 from timm_parallel.config.compose import save_config
-from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.files import lock_folder
 from timm_parallel.record.result import Result, write_result
 
 

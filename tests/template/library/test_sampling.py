@@ -20,15 +20,14 @@ from src.data.transforms import OnImage, train_transform
 from src.schema import AugmentConfig, DataConfig
 from tests.template.runs import cpu_loader, resolved, task_of
 from timm_parallel.batch import Batch
-from timm_parallel.data.batch_augment import Erasing
 from timm_parallel.data.build import load_dataset
 from timm_parallel.data.dataset import ImageDataset, InMemory
 from timm_parallel.data.loader import BatchFetcher, Loader, TrainLoader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher, Erasing
 from timm_parallel.data.samplers import EvalSampler, IndexBatch, TrainSampler, class_balance
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.runtime.replica_checks import check_same_data
+from timm_parallel.run.replica_checks import check_same_data
 from timm_parallel.task import Targets
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

@@ -19,8 +19,8 @@ from src.schema import Config
 from tests.template.runs import run_python
 from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import SearchConfig
-from timm_parallel.lab.search import study as module
-from timm_parallel.lab.search.search import Search
+from timm_parallel.lab.search import search as module
+from timm_parallel.lab.search.search import Follower, Search
 from timm_parallel.lab.search.space import (
     FROZEN,
     check_space,
@@ -30,12 +30,10 @@ from timm_parallel.lab.search.space import (
     read_search,
     read_space,
 )
-from timm_parallel.lab.search.study import Follower
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.jobs import Job, Jobs, read_jobs
-from timm_parallel.record.result import read_result
+from timm_parallel.record.result import Job, Jobs, read_jobs, read_result
 from timm_parallel.testing.commands import processes_of
 
 ROOT = Path(__file__).parents[3]

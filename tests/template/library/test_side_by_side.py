@@ -13,17 +13,21 @@ from tests.template.runs import run_python
 from timm_parallel.config.compose import compose_command, load_config
 from timm_parallel.keys import Config, SweepConfig
 from timm_parallel.lab.jobs import local_job as child
-from timm_parallel.lab.jobs.devices import devices_here, jobs_at_a_time, need_of, share_of
-from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
+from timm_parallel.lab.jobs.scheduler import (
+    DeviceScheduler,
+    Requirement,
+    devices_here,
+    jobs_at_a_time,
+    need_of,
+    share_of,
+)
 from timm_parallel.lab.jobs.warm_server import WarmServer
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import Point, expand
-from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.lab.sweep.sweep import Sweep, freeze_jobs
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.jobs import Job, Jobs, read_jobs
-from timm_parallel.record.result import read_result
+from timm_parallel.record.result import Job, Jobs, read_jobs, read_result
 from timm_parallel.testing.ranks import train_warm
 
 ROOT = Path(__file__).parents[3]

@@ -25,8 +25,7 @@ from tests.template.slurm_cluster import (
 from tests.template.slurm_cluster import (
     jobs_on_the_cluster as jobs_on_the_cluster,
 )
-from timm_parallel.record.jobs import read_jobs
-from timm_parallel.record.result import read_result
+from timm_parallel.record.result import read_jobs, read_result
 from timm_parallel.testing.commands import Train
 
 pytestmark = MARKS

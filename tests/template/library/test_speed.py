@@ -26,8 +26,8 @@ from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.state.parts import build_networks
-from timm_parallel.state.progress import Progress
+from timm_parallel.run.parts import build_networks
+from timm_parallel.run.progress import Progress
 from timm_parallel.testing.gpu import ONLY_CUDA, error_on_waits
 from timm_parallel.testing.ranks import in_ranks
 

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.template.runs import resolved, tiny
-from timm_parallel.lab.jobs import slurm_job as submitted
+from timm_parallel.lab.jobs import slurm as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
-from timm_parallel.lab.jobs.slurm_array import update
-from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
+from timm_parallel.lab.jobs.slurm import SlurmJob, SlurmQueue, update
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.launch.job import conclude, run_job
 from timm_parallel.launch.supervisor import RankExits
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.jobs import Job, read_jobs
-from timm_parallel.record.result import Result, write_result
+from timm_parallel.record.result import Job, Result, read_jobs, write_result
 
 WORDS = ("cluster=slurm", "parallel=single", "search=optuna", "search.n_trials=3")
 ONE = ("cluster=slurm", "cluster.submit=false", "parallel=single")

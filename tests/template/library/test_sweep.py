@@ -21,11 +21,11 @@ from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVIC
 from timm_parallel.keys import DataConfig, SweepConfig
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.multirun import count_runs, main, show_points
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import Board, counted
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.machine import hardware
-from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_jobs
 from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.configs import parse
 

@@ -23,8 +23,7 @@ from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep
-from timm_parallel.record.jobs import Jobs, read_jobs
-from timm_parallel.record.result import Result, write_result
+from timm_parallel.record.result import Jobs, Result, read_jobs, write_result
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
 
@@ -101,10 +100,10 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The signal arrives while the sweep writes the config of its second job."""
-    from timm_parallel.lab.sweep import blocks
+    from timm_parallel.lab.sweep import sweep
 
     written: list[str] = []
-    freeze = blocks.freeze_job
+    freeze = sweep.freeze_job
 
     def interrupted(folder: Path, job: object, point: object) -> None:
         if written:
@@ -112,7 +111,7 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
         written.append("a job")
         freeze(folder, job, point)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(blocks, "freeze_job", interrupted)
+    monkeypatch.setattr(sweep, "freeze_job", interrupted)
     # Disable the progress display, which a slow machine would print in addition to the one expected
     # line.
     monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)

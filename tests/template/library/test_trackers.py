@@ -26,12 +26,12 @@ from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.config.validate import check_values
 from timm_parallel.keys import TrackerConfig
-from timm_parallel.machine import process_exit
+from timm_parallel.machine import signals
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record import recorder
 from timm_parallel.record.confusion import draw_confusion
-from timm_parallel.runtime.run import Training
+from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers
@@ -51,7 +51,7 @@ def no_failure_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore `exit_handlers_may_block` after each test. A failed tracker sets this flag. The
     process would then exit without exit handlers, which must not happen to pytest.
     """
-    monkeypatch.setattr(process_exit, "exit_handlers_may_block", False)
+    monkeypatch.setattr(signals, "exit_handlers_may_block", False)
 
 
 class Kept(Tracker):
@@ -215,7 +215,7 @@ def test_run_waits_a_limited_time_for_a_hanging_tracker_and_ends_the_other_track
     # The run must wait only once for the tracker, although the run closes its files a second time.
     assert len(waits) == 1 and waits[0] <= 0.8
     assert warnings(caplog) == ["tracker first: did not end in time; the run continues without it"]
-    assert process_exit.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
+    assert signals.exit_handlers_may_block and Kept.calls[-1][:2] == ("end", "done")
     assert trackers.END_SECONDS <= 10
 
 

@@ -12,7 +12,7 @@ from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_jobs
 from timm_parallel.testing.report_sweeps import Sweep, findings, read
 
 SHORT = (

@@ -53,7 +53,7 @@ from timm_parallel.lab.report.sentences import sentences
 from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
-from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_jobs
 
 ROOT = root()
 ACCURACIES = (0.701, 0.698, 0.705, 0.695, 0.702, 0.699)
@@ -574,7 +574,7 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = compose_command(parse_command_line([]))
-    from timm_parallel.task_rules import choose_headline, metric_of
+    from timm_parallel.checked_configs import choose_headline, metric_of
 
     choose_headline(command.config)
     metric = metric_of(command.config.train.task, command.config.checkpoint.metric)

@@ -23,14 +23,13 @@ from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.jobs import warm_server
 from timm_parallel.lab.jobs.folders import frozen_config, write_job_folder
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.launch import fork_server, rank
 from timm_parallel.launch.fork_server import _check_is_forkable, run_and_exit
 from timm_parallel.launch.supervisor import with_project_on_path
-from timm_parallel.machine import hardware, nvidia
-from timm_parallel.record.jobs import read_jobs
-from timm_parallel.record.result import read_result
+from timm_parallel.machine import hardware
+from timm_parallel.record.result import read_jobs, read_result
 from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.configs import parse
 
@@ -220,11 +219,11 @@ def test_warm_server_refuses_to_fork_with_a_second_thread_or_an_initialized_cuda
         thread.join()
     monkeypatch.setattr(os, "listdir", lambda path: ["one thread"])
     # An earlier test may have asked the driver.
-    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
+    monkeypatch.setattr(hardware, "has_initialized_driver", False)
     _check_is_forkable()
-    monkeypatch.setattr(nvidia, "_open_driver", lambda: SimpleNamespace(cuInit=lambda flags: 100))
-    monkeypatch.setattr(nvidia, "_driver_error", lambda *given: "no device")
-    nvidia.Driver.ask("13.0")
+    monkeypatch.setattr(hardware, "_open_driver", lambda: SimpleNamespace(cuInit=lambda flags: 100))
+    monkeypatch.setattr(hardware, "_driver_error", lambda *given: "no device")
+    hardware.Driver.ask("13.0")
     with pytest.raises(RuntimeError, match="CUDA"):
         _check_is_forkable()
 
@@ -239,13 +238,13 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     folder, seen = frozen(tmp_path / "job"), tmp_path / "seen"
 
     def ask_driver() -> tuple[()]:
-        nvidia.has_initialized_driver = True
+        hardware.has_initialized_driver = True
         return ()
 
     def run(*given: Any) -> None:
-        seen.write_text(f"{os.environ['OF_THE_JOB']} {nvidia.has_initialized_driver}")
+        seen.write_text(f"{os.environ['OF_THE_JOB']} {hardware.has_initialized_driver}")
 
-    monkeypatch.setattr(nvidia, "has_initialized_driver", False)
+    monkeypatch.setattr(hardware, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
     environment, parent = {**os.environ, "OF_THE_JOB": "yes"}, os.getpid()
     pid = os.fork()

@@ -26,7 +26,7 @@ from src.schema import ModelConfig
 from src.train.build import build_data_and_model
 from tests.template.runs import draw_images, resolved
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.model.load_weights import load_weights
+from timm_parallel.model.weights import load_weights
 from timm_parallel.parallel.strategy import build_strategy
 
 TINY = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 32}

@@ -15,7 +15,7 @@ from src.schema import ResolvedConfig
 from tests.template.runs import resolved, train_run
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.record.result import read_result
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import in_ranks
 

@@ -14,6 +14,7 @@ from src.app import app
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
 from tests.template.runs import resolved, tiny, train_run
+from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.lab.sweep.points import expand
@@ -25,11 +26,10 @@ from timm_parallel.launch.resume import (
     keep_chosen,
 )
 from timm_parallel.machine import hardware
-from timm_parallel.machine.nvidia import CudaDevice, Driver
+from timm_parallel.machine.hardware import CudaDevice, Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Strategy
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.task_rules import check_task
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
 

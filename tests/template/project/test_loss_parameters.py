@@ -30,10 +30,9 @@ from timm_parallel.parallel.data_parallel import DataParallelStrategy
 from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.networks import Networks, PhaseStep
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.step import Step
-from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.step import MetricWindow, Step
 
 # Total number of steps in two epochs.
 STEPS = 8
@@ -100,7 +99,7 @@ def built(*overrides: str) -> RunParts:
 
 
 def saved(run: RunParts) -> dict[str, Any]:
-    return saving.snapshot(run.state, run.strategy)
+    return restoring.snapshot(run.state, run.strategy)
 
 
 @pytest.mark.slow(seconds=2)
@@ -155,7 +154,7 @@ def test_optimizer_without_a_trainable_parameter_and_weights_that_are_nan_are_re
     run = built()
     dict(run.state.named_parameters())["loss.temperature"].data.fill_(math.nan)
     with pytest.raises(NotFiniteError):
-        saving.checkpoint_of(run, [])
+        restoring.checkpoint_of(run, [])
     (phase,) = run.state.phases
     phase.optimizer.param_groups.pop()
     with pytest.raises(ValueError, match=r"loss\.centers"):

@@ -18,7 +18,7 @@ from src.schema import NESTEROV, Config, OptimConfig, TrainConfig
 from src.train.optim import build_learning, build_optimizer, build_schedule
 from tests.template.runs import resolved
 from timm_parallel import Metric, Task
-from timm_parallel.config.timm_names import timm_optimizers
+from timm_parallel.config.suggest import timm_optimizers
 
 # Optimizers of Apex and bitsandbytes need CUDA and more packages. Compiling kron, kronc or kronw
 # takes 20 s.

@@ -16,7 +16,7 @@ from src.commands.plan import UNKNOWN, plan
 from tests.template.runs import TINY, parts_of, resolved, run_warm, task_of
 from timm_parallel.batch import Batch
 from timm_parallel.lab.plan import Plan
-from timm_parallel.measure.flops import count_flops
+from timm_parallel.model.flops import count_flops
 from timm_parallel.parallel.networks import Networks
 
 LARGE = (

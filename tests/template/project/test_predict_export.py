@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from scripts import export as export_script
 from scripts import predict as predict_script
-from src.commands import export, hub
+from src.commands import export
 from src.commands.load import load_trained
 from src.commands.predict import PredictionRequest, Predictions, predict
 from src.schema import DataConfig
@@ -30,7 +30,7 @@ from timm_parallel.data.dataset import InMemory
 from timm_parallel.keys import ResolvedParallel
 from timm_parallel.machine.ranks import NEEDED, Ranks
 from timm_parallel.record.result import Result, write_result
-from timm_parallel.runtime.saved_run import SavedRun
+from timm_parallel.run.run_result import SavedRun
 from timm_parallel.task import Task
 from timm_parallel.testing.commands import Finished
 from timm_parallel.testing.ranks import in_ranks
@@ -239,7 +239,7 @@ def test_exported_config_omits_tag_and_license_of_timm_weights_and_names_the_bas
     trained = load_trained(finished_run.folder, None, None, CPU)
     trained.config = replace(trained.config, model=replace(trained.config.model, pretrained=True))
     export.export_safetensors(trained, tmp_path / "folder")
-    hub.export_hub(trained, tmp_path / "hub")
+    export.export_hub(trained, tmp_path / "hub")
     # transformers passes num_classes to timm in addition to `model_args`.
     assert "num_classes" not in json.loads((tmp_path / "hub/config.json").read_text())["model_args"]
     for folder in ("folder", "hub"):
@@ -358,7 +358,7 @@ def test_multilabel_hub_export_states_problem_type_in_config_and_sigmoid_in_mode
     train = replace(trained.config.train, task="multilabel", loss="bce")
     trained.config = replace(trained.config, train=train)
     trained.task = Task.find(trained.config.train.task)(trained.config, trained.task.names[:8])
-    hub.export_hub(trained, tmp_path)
+    export.export_hub(trained, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert config["label_names"] == [*(str(n) for n in range(8)), "unused_8", "unused_9"]
@@ -388,7 +388,7 @@ def test_hub_model_card_has_the_metrics_of_the_exported_checkpoint_and_weights(
     test = {"acc": 0.7, "acc_ema": 0.8, "samples": 30, "acc_per_class": [0.7]}
     result = Result(status="done", checkpoint="checkpoints/best.pt", val={"samples": 40}, test=test)
     write_result(tmp_path, result)
-    assert hub._metrics(trained, SavedRun(tmp_path)) == [
+    assert export._metrics(trained, SavedRun(tmp_path)) == [
         (split, "acc", value, images) for split, value, images in values
     ]
 
@@ -411,7 +411,7 @@ def test_hub_export_of_custom_model_or_unfinished_run_is_refused_and_writes_noth
     )
     write_result(trained.run, Result(status=status))
     with pytest.raises(ValueError, match=message):
-        hub.export_hub(trained, tmp_path / "hub")
+        export.export_hub(trained, tmp_path / "hub")
     assert not (tmp_path / "hub").exists()
 
 

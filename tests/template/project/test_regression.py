@@ -20,10 +20,10 @@ from src.tasks.regression import Regression
 from tests.template.runs import cpu_strategy, resolved, run_warm, task_of
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import EvalLoader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.run.evaluation import evaluate
 from timm_parallel.testing.configs import plain
 
 NAMES = ("red", "green")

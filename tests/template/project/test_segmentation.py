@@ -36,13 +36,13 @@ from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.decode import decode
 from timm_parallel.data.loader import EvalLoader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import freeze
 from timm_parallel.parallel.networks import Networks
 from timm_parallel.record.result import read_result
-from timm_parallel.runtime.evaluation import evaluate
+from timm_parallel.run.evaluation import evaluate
 from timm_parallel.task import Task
 from timm_parallel.testing.configs import plain
 from timm_parallel.testing.ranks import in_ranks

@@ -23,8 +23,8 @@ from src.schema import AugmentConfig, OptimConfig, TrainConfig
 from src.train.optim import clip_gradients
 from tests.template.runs import parts_of, resolved, task_of
 from timm_parallel.batch import Batch
-from timm_parallel.data.batch_augment import Erasing, Mixing
 from timm_parallel.data.dataset import InMemory
+from timm_parallel.data.on_device import Erasing, Mixing
 from timm_parallel.data.samplers import seed_draws
 from timm_parallel.machine.seeds import seeds_for
 

@@ -18,7 +18,7 @@ from src.schema import DataConfig, ResolvedConfig
 from tests.template.runs import parts_of, resolved, take_steps
 from timm_parallel.data.build import build_dataset
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.runtime.replica_checks import parameters_hash
+from timm_parallel.run.replica_checks import parameters_hash
 from timm_parallel.testing.ranks import in_ranks
 
 # Dictionary from a name to overrides and the largest difference of losses from single. None: they

@@ -14,7 +14,7 @@ from typing import Any
 
 from timm_parallel.machine.text import as_number, plural
 from timm_parallel.metric import metric_name
-from timm_parallel.record.jobs import FAILED
+from timm_parallel.record.result import FAILED
 
 STEP_PARTS = ("data_ms", "compute_ms", "communication_ms", "other_ms")
 # Name of a measure -> its key in result.json. Times are in seconds, or in milliseconds if the name

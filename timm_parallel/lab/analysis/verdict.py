@@ -29,7 +29,7 @@ from timm_parallel.lab.analysis.statistics import (
     decide,
     estimate,
 )
-from timm_parallel.record.jobs import UNFINISHED, Job
+from timm_parallel.record.result import UNFINISHED, Job
 
 # Name and values of the only setting in which the jobs of a verdict differ: the version of the
 # code.

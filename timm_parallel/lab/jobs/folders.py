@@ -18,7 +18,7 @@ from timm_parallel.config.compose import (
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.resume import keep_chosen
 from timm_parallel.machine.files import claim_folder
-from timm_parallel.record.jobs import Job
+from timm_parallel.record.result import Job
 
 # Folder of the saved configs, in the sweep folder.
 CONFIGS = "configs"

@@ -13,15 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from timm_parallel.errors import UnknownFormatError
-from timm_parallel.lab.jobs.devices import share_of
-from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.jobs.scheduler import Requirement, share_of
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.launch.job import job_command
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import limit_job
-from timm_parallel.record.jobs import UNFINISHED, Job, now
-from timm_parallel.record.result import Result, read_result, read_status, write_result
+from timm_parallel.record.result import (
+    UNFINISHED,
+    Job,
+    Result,
+    now,
+    read_result,
+    read_status,
+    write_result,
+)
 
 # Function that returns the reason to stop a running trial early, or an empty text.
 Watch = Callable[[], str]

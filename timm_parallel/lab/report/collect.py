@@ -19,9 +19,8 @@ from timm_parallel.lab.analysis.runs import RunRecord, parse_overrides
 from timm_parallel.lab.analysis.verdict import CODE, Record
 from timm_parallel.machine.files import read_json
 from timm_parallel.machine.text import as_number
-from timm_parallel.record.code_diff import CODE_DIFF
-from timm_parallel.record.jobs import VERDICT, Job, read_jobs
-from timm_parallel.record.result import read_metrics, read_result
+from timm_parallel.record.environment import CODE_DIFF
+from timm_parallel.record.result import VERDICT, Job, read_jobs, read_metrics, read_result
 
 # Use the YAML loader of libyaml if it is installed. The loader in Python needs 15 ms per config,
 # which is a minute for a large study.

@@ -19,7 +19,7 @@ from timm_parallel.lab.analysis.verdict import Verdict
 from timm_parallel.lab.report import tables
 from timm_parallel.lab.report.claims import ClaimResult
 from timm_parallel.lab.report.sentences import sentence, sentences
-from timm_parallel.record.jobs import UNFINISHED, Jobs
+from timm_parallel.record.result import UNFINISHED, Jobs
 
 # Version of the format of report.json, which docs/dev/report_method.md describes.
 FORMAT = 7

@@ -30,7 +30,7 @@ from timm_parallel.lab.report.contents import Report, plain, relative, row
 from timm_parallel.lab.report.sentences import percent, sentence, sentences
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.machine.text import as_number
-from timm_parallel.record.jobs import read_jobs
+from timm_parallel.record.result import read_jobs
 
 # Limits that keep report.html below 2 MB. The files report.csv and report.json always contain
 # everything.

@@ -17,7 +17,7 @@ from optuna.visualization import matplotlib as plots
 from timm_parallel.keys import Config
 from timm_parallel.lab.image_page import render_page
 from timm_parallel.machine.text import plural
-from timm_parallel.record.jobs import Jobs
+from timm_parallel.record.result import Jobs
 
 
 def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:

@@ -188,7 +188,7 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
     caller can check their data.
     """
     # Import this function here, because it imports torch.
-    from timm_parallel.task_rules import choose_headline
+    from timm_parallel.checked_configs import choose_headline
 
     choose_headline(config)
     settings, metric = config.search, config.objective
@@ -263,7 +263,7 @@ def _corners(ends: list[list[str]]) -> list[list[str]]:
 def natural_direction(config: Config) -> str:
     """Return the direction in which a search optimizes its metric: minimize or maximize."""
     # Import this function here, because it imports torch.
-    from timm_parallel.task_rules import metric_of
+    from timm_parallel.checked_configs import metric_of
 
     metric = metric_of(config.train.task, config.objective)
     return "minimize" if metric.lower_is_better else "maximize"
@@ -295,7 +295,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
     """Write search.yaml, which contains the base config of all trials, the search space, and the
     settings of the search.
     """
-    from timm_parallel.task_rules import choose_headline
+    from timm_parallel.checked_configs import choose_headline
 
     tree, config = copy.deepcopy(base), to_config(base, is_complete=False)
     choose_headline(config)

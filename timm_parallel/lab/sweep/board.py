@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from timm_parallel.machine.files import read_json
-from timm_parallel.record.jobs import UNFINISHED, Job, Jobs
+from timm_parallel.record.result import UNFINISHED, Job, Jobs
 
 UPDATE_SECONDS = 0.25
 SILENT_SECONDS = 2.0

@@ -15,17 +15,16 @@ from importlib import import_module
 from types import FrameType
 
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.lab.jobs.devices import devices_here, need_of
 from timm_parallel.lab.jobs.folders import config_folder, frozen_config, write_job_folder
 from timm_parallel.lab.jobs.local_job import LocalJob, Watch
-from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
-from timm_parallel.lab.jobs.slurm_job import SlurmJob, SlurmQueue
+from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement, devices_here, need_of
+from timm_parallel.lab.jobs.slurm import SlurmJob, SlurmQueue
 from timm_parallel.lab.jobs.warm_server import WarmServer
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.machine import hardware
-from timm_parallel.machine.lock import lock_folder
+from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.signals import Stopped, signal_handlers
-from timm_parallel.record.jobs import Job, Jobs, now
+from timm_parallel.record.result import Job, Jobs, now
 
 POLL_SECONDS = 0.02
 # Slurm jobs are polled less often, because each poll reads from a network file system.

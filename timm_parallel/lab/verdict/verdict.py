@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from timm_parallel.checked_configs import choose_headline, metric_of
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
@@ -35,27 +36,24 @@ from timm_parallel.lab.analysis.verdict import (
     code_of,
     refusal,
 )
-from timm_parallel.lab.jobs.devices import jobs_at_a_time, need_of
 from timm_parallel.lab.jobs.local_job import LocalJob, sync_from_result
-from timm_parallel.lab.jobs.scheduler import Requirement
+from timm_parallel.lab.jobs.scheduler import Requirement, jobs_at_a_time, need_of
 from timm_parallel.lab.report.collect import collect, flat, read_record
 from timm_parallel.lab.report.report import compare, write_report
 from timm_parallel.lab.report.sentences import sentence, sentences
 from timm_parallel.lab.report.tables import verdict_table
-from timm_parallel.lab.sweep.blocks import append_shuffled
 from timm_parallel.lab.sweep.board import show_results
 from timm_parallel.lab.sweep.points import keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
+from timm_parallel.lab.sweep.sweep import append_shuffled
 from timm_parallel.lab.verdict.versions import (
     LARGEST,
     Version,
     copy_code,
     find_commit,
 )
-from timm_parallel.machine.files import claim_folder, finite, read_json, write_json
-from timm_parallel.machine.lock import lock_folder
-from timm_parallel.record.jobs import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
-from timm_parallel.task_rules import choose_headline, metric_of
+from timm_parallel.machine.files import claim_folder, finite, lock_folder, read_json, write_json
+from timm_parallel.record.result import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
 
 # Exit code for each verdict. Any other outcome, such as a failed job, has exit code 1.
 EXIT_CODES = {BETTER: 0, REFUSED: 2, EQUAL: 3, NO_DIFFERENCE: 3, WORSE: 4}

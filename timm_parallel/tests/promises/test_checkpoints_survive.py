@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.ranks import warm_processes
 
 # Number of elements per tensor. A save then takes a few milliseconds, so that a kill can interrupt

@@ -30,7 +30,7 @@ from timm_parallel.faults.heartbeat import (
     published_failures,
 )
 from timm_parallel.keys import ResolvedConfig
-from timm_parallel.launch import job, node, nodes, supervisor, torchrun
+from timm_parallel.launch import job, node, rendezvous, supervisor, torchrun
 from timm_parallel.launch.job import conclude, prepare, record_end
 from timm_parallel.machine.ranks import NodeAddress, Ranks
 from timm_parallel.machine.signals import heeded_signals, signal_handlers
@@ -162,7 +162,7 @@ def test_refuse_followers_does_not_raise_when_another_rank_never_responds(
     from torch.distributed import HashStore
 
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: HashStore())
-    monkeypatch.setattr(nodes, "REFUSAL_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "REFUSAL_SECONDS", 0.05)
     # refuse_followers must not raise an error, because the caller prints the refusal of the config.
     torchrun.refuse_followers(Ranks(0, 2, 0, 2), "seed=x: expected an integer")
 

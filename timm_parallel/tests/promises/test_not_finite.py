@@ -13,7 +13,7 @@ from torch import nn
 
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.ranks import Ranks
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.ranks import in_ranks
 from timm_parallel.tests.small_runs import resolved, start_run, take_steps
 

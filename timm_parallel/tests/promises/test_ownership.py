@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.machine.lock import is_locked, lock_folder
+from timm_parallel.machine.files import is_locked, lock_folder
 
 
 def _hold(folder: Path, answers: Any) -> None:

@@ -27,8 +27,8 @@ from timm_parallel.faults.heartbeat import (
     publish_failure,
 )
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
-from timm_parallel.faults.run_folder import RunFolder
 from timm_parallel.faults.watchdog import LEAVE, judge
+from timm_parallel.machine.files import RunFolder
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.testing.configs import resolved
 from timm_parallel.testing.ranks import in_ranks

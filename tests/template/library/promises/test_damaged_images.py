@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.template.runs import losses_of, resolved, train_run
 from timm_parallel.data.loader import BatchFetcher, Loader
-from timm_parallel.data.prefetch import DevicePrefetcher
+from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.data.samplers import EvalSampler, IndexBatch
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.machine.ranks import Ranks

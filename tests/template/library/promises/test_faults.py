@@ -22,9 +22,9 @@ import pytest
 from tests.template.runs import ROOT, resolved
 from timm_parallel.faults.failure import RankExits, first_failure
 from timm_parallel.launch import job
-from timm_parallel.machine.lock import is_locked
+from timm_parallel.machine.files import is_locked
 from timm_parallel.record.result import Result, read_result
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks

@@ -30,7 +30,7 @@ from timm_parallel.data.timm_datasets import TimmImages
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_check import ImageReader
 from timm_parallel.launch.job import job_command
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.task import Targets
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
@@ -381,7 +381,7 @@ def test_source_file_has_no_pickle_eval_or_shell_calls() -> None:
     # Allow pickle in the composer of sweeps. It pickles only config trees that it has composed
     # itself and keeps in memory, because this is a fast way to copy them.
     assert {path: calls for path, calls in found.items() if calls} == {
-        "timm_parallel/lab/sweep/composer.py": ["import pickle"]
+        "timm_parallel/lab/sweep/points.py": ["import pickle"]
     }
 
 

@@ -17,7 +17,7 @@ from tests.template.runs import cpu_loader, run_python
 from timm_parallel.data.dataset import InMemory
 from timm_parallel.data.loader import BatchFetcher, TrainLoader
 from timm_parallel.data.samplers import TrainSampler
-from timm_parallel.machine.process_exit import exit_at_once, exit_process
+from timm_parallel.machine.signals import exit_at_once, exit_process
 from timm_parallel.task import Targets
 from timm_parallel.testing.ranks import warm_processes
 
@@ -26,7 +26,7 @@ from timm_parallel.testing.ranks import warm_processes
 FAILED = """
 import atexit, os, threading
 import torch.distributed as dist
-from timm_parallel.machine.process_exit import exit_process
+from timm_parallel.machine.signals import exit_process
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 class Communicators:
     def __del__(self, write=os.write, wait=threading.Event().wait):

@@ -24,9 +24,9 @@ from tests.template.runs import assert_equal_trees, resolved, start_run, trainin
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.machine.signals import Stopped
 from timm_parallel.record.result import read_metrics, read_result
-from timm_parallel.runtime.run import Training
-from timm_parallel.state import checkpoint
-from timm_parallel.state.parts import RunParts
+from timm_parallel.run import checkpoint
+from timm_parallel.run.parts import RunParts
+from timm_parallel.run.run import Training
 from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks
 

@@ -21,10 +21,10 @@ from timm_parallel.config.resolve import resolve
 from timm_parallel.entry import run_command
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.jobs.folders import write_job_folder
+from timm_parallel.lab.search.search import open_study
 from timm_parallel.lab.search.space import freeze_search, read_space
-from timm_parallel.lab.search.study import open_study
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.launch import job
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.machine.secrets import (

@@ -19,7 +19,7 @@ from timm_parallel.launch import torchrun
 from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import HidingFormatter, mask
-from timm_parallel.state import checkpoint
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.commands import Train
 
 CONTENTS: dict[str, Any] = {

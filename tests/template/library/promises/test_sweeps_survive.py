@@ -16,20 +16,18 @@ from timm_parallel.cluster import slurm
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.keys import SweepConfig
 from timm_parallel.lab.jobs import local_job as child
-from timm_parallel.lab.jobs import slurm_array as array
+from timm_parallel.lab.jobs import slurm as array
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
-from timm_parallel.lab.jobs.slurm_array import update
+from timm_parallel.lab.jobs.slurm import update
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.search.search import Search
-from timm_parallel.lab.sweep.blocks import freeze_jobs
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
-from timm_parallel.lab.sweep.sweep import Sweep, reset_unfinished
+from timm_parallel.lab.sweep.sweep import Sweep, freeze_jobs, reset_unfinished
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
-from timm_parallel.record.jobs import Job, Jobs, read_jobs
-from timm_parallel.record.result import Result, read_result, write_result
+from timm_parallel.record.result import Job, Jobs, Result, read_jobs, read_result, write_result
 from timm_parallel.testing.configs import parse
 
 # Script of a fake sweep job. It counts its starts in a file, writes result.json with status done

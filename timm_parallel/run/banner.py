@@ -12,10 +12,10 @@ from timm_parallel.data.decode import decoder_of
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.text import plural
-from timm_parallel.measure.step_hooks import summary_lines
 from timm_parallel.parallel.strategy import chunk_sizes, device_model
 from timm_parallel.record.result import Result
-from timm_parallel.state.parts import RunParts, count_parameters
+from timm_parallel.run.meter import summary_lines
+from timm_parallel.run.parts import RunParts, count_parameters
 
 log = logging.getLogger(__name__)
 # Share of the time for which devices may wait for data before the last lines of a run mention it.

@@ -18,22 +18,21 @@ import torch
 from timm_parallel.config.compose import save_config
 from timm_parallel.errors import NotFiniteError
 from timm_parallel.faults.liveness import SAVING
-from timm_parallel.faults.run_folder import RunFolder
+from timm_parallel.machine.files import RunFolder
+from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.signals import Stopped, stop_handler
-from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.parallel.lockstep import LockstepNetworks
+from timm_parallel.parallel.fully_sharded import LockstepNetworks
 from timm_parallel.parallel.networks import LOSS, Networks
 from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder
 from timm_parallel.record.result import write_result
-from timm_parallel.runtime.banner import describe_wait, show_banner, show_end
-from timm_parallel.runtime.evaluation import Evaluation, SplitEvaluation, evaluate
-from timm_parallel.runtime.metric_window import MetricWindow
-from timm_parallel.runtime.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.runtime.run_result import describe_segments, make_result, new_segment
-from timm_parallel.runtime.step import Step
-from timm_parallel.state import checkpoint, restoring, saving
-from timm_parallel.state.parts import RunParts, evaluation_networks
+from timm_parallel.run import checkpoint, restoring
+from timm_parallel.run.banner import describe_wait, show_banner, show_end
+from timm_parallel.run.evaluation import Evaluation, SplitEvaluation, evaluate
+from timm_parallel.run.parts import RunParts, evaluation_networks
+from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
+from timm_parallel.run.run_result import describe_segments, make_result, new_segment
+from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 
 log = logging.getLogger(__name__)
@@ -403,7 +402,7 @@ class Training:
             return
         self._saved_at = time.monotonic()
         with self.parts.hooks.aside(SAVING):
-            contents = saving.checkpoint_of(self.parts, self._segments)
+            contents = restoring.checkpoint_of(self.parts, self._segments)
             if self._strategy.is_first:
                 # A folder of this name may now belong to another run.
                 if self._place.is_gone():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from timm_parallel.batch import Batch
     from timm_parallel.task import Task
 
+
 Shape = tuple[int, ...]
 log = logging.getLogger(__name__)
 

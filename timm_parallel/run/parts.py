@@ -19,16 +19,16 @@ from timm_parallel.batch import Batch
 from timm_parallel.data.dataset import ImageDataset, split_fingerprint
 from timm_parallel.data.loader import EvalLoader, TrainLoader
 from timm_parallel.keys import ResolvedConfig, leaves
+from timm_parallel.machine.process import start_clock
 from timm_parallel.machine.secrets import hide_in
-from timm_parallel.machine.start_clock import start_clock
-from timm_parallel.measure.flops import count_flops
-from timm_parallel.measure.step_hooks import StepHooks, build_hooks
-from timm_parallel.measure.telemetry import Telemetry
 from timm_parallel.model.checks import check_batch_norm, check_is_complete, check_sharded_model
+from timm_parallel.model.flops import count_flops
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
 from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
-from timm_parallel.state.progress import Progress
+from timm_parallel.run.meter import StepHooks, build_hooks
+from timm_parallel.run.progress import Progress
+from timm_parallel.run.telemetry import Telemetry
 from timm_parallel.task import Task
 
 # Name of the average of the model that model.ema asks for.

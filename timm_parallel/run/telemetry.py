@@ -16,8 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-from timm_parallel.machine.hardware import visible_cuda_devices
-from timm_parallel.machine.nvidia import Gpu
+from timm_parallel.machine.hardware import Gpu, visible_cuda_devices
 from timm_parallel.machine.platform import peak_memory
 from timm_parallel.machine.process import scheduled_seconds
 from timm_parallel.parallel.group import ProcessGroup

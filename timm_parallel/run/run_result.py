@@ -1,5 +1,6 @@
 """Build result.json from the settings, the metrics, the segments of the run (its start and each
-resume), and the measurements of timed steps on all ranks.
+resume), and the measurements of timed steps on all ranks. Read the records of a run from its
+folder.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,18 @@ import torch
 
 from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import started_at
+from timm_parallel.machine.process import start_clock, started_at
 from timm_parallel.machine.ranks import host_name
-from timm_parallel.machine.start_clock import start_clock
 from timm_parallel.machine.text import change_text
-from timm_parallel.measure.meter import Meter
 from timm_parallel.metric import LOSS
+from timm_parallel.parallel.networks import Networks
 from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.record.environment import read_environment, run_seconds
-from timm_parallel.record.result import Result
-from timm_parallel.state.parts import RunParts, count_parameters
+from timm_parallel.record.result import Result, read_metrics, read_result
+from timm_parallel.run.checkpoint import read_checkpoint
+from timm_parallel.run.meter import Meter
+from timm_parallel.run.parts import RunParts, count_parameters
+from timm_parallel.run.restoring import load_networks
 
 log = logging.getLogger(__name__)
 # Limits beyond which a speed measurement counts as disturbed. In this order: processors that other
@@ -343,3 +348,46 @@ def flags(measured: dict[str, Any], steps_timed: int) -> list[str]:
         if clock["slowed_by"]:
             reasons.append(f"GPU {number} was slowed down: {', '.join(clock['slowed_by'])}")
     return reasons
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The records of a run, such as its results, metrics and checkpoints. Each file of the run
+    folder is read when the property for it is used for the first time.
+    """
+
+    folder: Path
+
+    @cached_property
+    def result(self) -> Result:
+        """The contents of result.json. Raises ValueError if the run has not ended."""
+        return read_result(self.folder)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl as dictionaries, with the key `step` and numbers such as
+        `train/loss`.
+        """
+        return list(read_metrics(self.folder / "metrics.jsonl"))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The contents of environment.json; an empty dictionary if the file does not exist."""
+        return read_environment(self.folder)
+
+    def checkpoint(self, which: str | None = None) -> tuple[Path, dict[str, Any]]:
+        """Read a checkpoint of the run, and return its path and contents.
+
+        `which`: best, last, or the path of a file; None: the one that result.json names. Raises
+        ValueError if the checkpoint does not exist or is damaged.
+        """
+        return read_checkpoint(self.folder, which)
+
+    @staticmethod
+    def fill(networks: Networks, contents: dict[str, Any], which: str) -> None:
+        """Load the weights of a checkpoint into the networks of a task and their averages.
+
+        `contents`: the contents of the checkpoint. `which`: `model` for the trained weights of the
+        model, `ema` for the averaged ones. Raises ValueError if they do not fit.
+        """
+        load_networks(networks, contents, which)
