@@ -8,7 +8,6 @@ real ranks by faulty/sitecustomize.py.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.template.runs import ROOT, resolved
+from tests.template.runs import FAULTY, fault_environment, resolved
 from timm_parallel.faults.failure import RankExits, first_failure
 from timm_parallel.launch import job
 from timm_parallel.machine.files import is_locked
@@ -30,7 +29,6 @@ from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
 
 pytestmark = pytest.mark.processes
-FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Longest allowed time in seconds between a fault and the end of the run. If only the watchdog
 # detects the fault, the time starts with the alarm of the watchdog.
 PROMPT = 15.0
@@ -52,6 +50,10 @@ class Fault:
     # False if the error names the rank only when train.py starts the ranks. Under torchrun, the
     # exit codes of the ranks are not visible to this project.
     named: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.rank}:{self.step}:{self.phase}"
 
 
 STALLED = "rank {rank} made no progress for 3 s, last seen in {phase} of step {step}"
@@ -136,16 +138,6 @@ def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
     )
 
 
-def fault_environment(fault: Fault, mark: Path) -> dict[str, str]:
-    """Build the environment variables that let faulty/sitecustomize.py inject the fault."""
-    where = f"{fault.kind}:{fault.rank}:{fault.step}:{fault.phase}"
-    return {
-        "FAULT": where,
-        "FAULT_MARK": str(mark),
-        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
-    }
-
-
 def overrides_of(strategy: str, devices: int, form: str = "python") -> tuple[str, ...]:
     overrides = (f"parallel={strategy}", f"parallel.timeout={SILENCE}", "train.log_every=2")
     return overrides if form == "torchrun" else (*overrides, f"parallel.devices={devices}")
@@ -156,7 +148,9 @@ def run_with(
 ) -> FaultyRun:
     fault, mark = fitted(fault, strategy, devices), train.base / "mark"
     overrides = (*overrides_of(strategy, devices, form), *more)
-    done = train(*overrides, form=form, ranks=devices, environment=fault_environment(fault, mark))
+    done = train(
+        *overrides, form=form, ranks=devices, environment=fault_environment(fault.text, mark)
+    )
     return FaultyRun(
         done.returncode, done.stderr, done.folder, fault, time.time() - fault_time(mark)
     )
@@ -215,7 +209,9 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
 ) -> None:
     fault, mark = fitted(FAULTS[name], strategy, devices), tmp_path / "mark"
     ranks = partial(
-        warm_ranks, environment=fault_environment(fault, mark), first=FAULTY / "sitecustomize.py"
+        warm_ranks,
+        environment=fault_environment(fault.text, mark),
+        first=FAULTY / "sitecustomize.py",
     )
     monkeypatch.setattr(job, "run_ranks", ranks)
     code = job.run_job(resolved(*overrides_of(strategy, devices)), tmp_path / "run")

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import yaml
-from test_faults import FAULTS, fault_environment, fault_time
+from test_faults import FAULTS, fault_time
 
 from tests.template.cluster_commands import KUBERNETES, TORCHRUN
-from tests.template.runs import ROOT, numbers_of, run_warm, tiny
+from tests.template.runs import ROOT, fault_environment, numbers_of, run_warm, tiny
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
 
@@ -209,7 +209,7 @@ def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on
     nodes: Nodes, tmp_path: Path
 ) -> None:
     fault = replace(FAULTS["stalls"], step=9)
-    environment = {**fault_environment(fault, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
+    environment = {**fault_environment(fault.text, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
     started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
     codes = nodes.ended(started)
     seconds = time.time() - fault_time(tmp_path / "mark")
