@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from tests.template.runs import run_python
 from timm_parallel.lab.report.report import write_report
 from timm_parallel.record.result import FORMAT
 from timm_parallel.testing.report_sweeps import GIB, Sweep, full_sweep, read
-
-ROOT = Path(__file__).resolve().parents[3]
-
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -140,12 +136,9 @@ def test_report_of_an_unfinished_sweep_counts_the_jobs_by_status(tmp_path: Path)
     # exist.
     assert links == {f"{number}/result.json" for number in range(4)}
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
-
-
-def test_report_has_job_counts_but_no_recommendation_when_no_job_is_done(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
-    sweep.row("parallel=ddp", status="waiting")
-    html, markdown, plain = read(sweep.write("running"))
+    none_done = Sweep(tmp_path / "none_done")
+    none_done.row("parallel=ddp", status="waiting")
+    html, markdown, plain = read(none_done.write("running"))
     assert plain["lead"] is None and plain["counts"] in html and plain["counts"] in markdown
     assert plain["counts"] == "0 of 1 jobs done, 1 waiting"
 
@@ -230,10 +223,8 @@ def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path)
         ("jobs.json", '{"format": "x"}', "jobs.json", "not of this project"),
         ("jobs.json", {"jobs": []}, "jobs.json", "lists no jobs"),
         ("jobs.json", '{"format": 1, "jobs": [{"id"', "jobs.json", "damaged"),
-        ("0/result.json", '{"status": "do', "0/result.json", "cannot be read as JSON"),
         ("0/config.yaml", "a: [1", "0/config.yaml", "as YAML"),
         ("jobs.json", {"format": FORMAT + 1}, "jobs.json", "newer than this code reads"),
-        ("0/result.json", {"format": FORMAT + 1}, "0/result.json", "newer than this code reads"),
     ],
 )
 def test_report_error_names_the_invalid_sweep_file_in_one_line(
@@ -395,23 +386,6 @@ def test_report_shows_the_metric_by_which_each_run_selected_its_checkpoint(
     assert ">val/loss (lower is better)<" in html and ">val/f1_ema<" in html
     [header] = [line for line in markdown.splitlines() if line.startswith("| point | runs")]
     assert "val/loss" in header and "val/acc" not in header
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.usefixtures("plots")
-def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(
-    tmp_path: Path,
-) -> None:
-    sweep = Sweep(tmp_path / "s")
-    # Give every run a different setting, as in a hyper-parameter search.
-    for number in range(150):
-        sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    # Measure CPU time, because other programs on the machine would lengthen the elapsed time.
-    started = time.process_time()
-    html = write_report([sweep.write()])
-    assert time.process_time() - started < 12
-    assert html.stat().st_size < 2e6
 
 
 @pytest.mark.slow(seconds=2)
