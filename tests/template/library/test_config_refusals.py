@@ -192,6 +192,8 @@ PLACES = [
     ("--config-dir=/nope", "--config-dir=/nope"),
     ("data=timm --cfg=job", "data.name=???"),
     ("hydra.run.dir=null", "hydra.run.dir"),
+    ("hydra.run.dir=", "hydra.run.dir="),
+    ("hydra.run.dir=.", "hydra.run.dir=."),
     (f"hydra.run.dir={TRAIN}/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
     ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN"),

@@ -171,17 +171,6 @@ def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folde
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
 
 
-@pytest.mark.parametrize("where", ["file/run", "", "."])
-def test_error_names_hydra_run_dir_when_no_folder_can_be_created_at_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(ValueError, match=r"hydra\.run\.dir=") as refusal:
-        claim_folder(Path(where))
-    assert "\n" not in str(refusal.value)
-
-
 def crash(*words: object, **options: object) -> None:
     raise OSError("the power went out")
 
