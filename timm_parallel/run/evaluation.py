@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -199,6 +198,10 @@ def write_predictions(predictions: Predictions, form: str, output: Path | None) 
 
     `form`: console, csv or json.
     """
+    # Import inside the function, because pandas may import pyarrow, which starts a thread. The
+    # server that forks the jobs of a sweep would then refuse to fork.
+    import pandas as pd
+
     columns = next((list(values) for values in predictions.values() if values is not None), [])
     rows = [
         {"path": path, **(dict.fromkeys(columns) if values is None else values)}
