@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
-from timm_parallel.lab.sweep.points import Composer, Point, expand, make_point
+from timm_parallel.lab.sweep.points import Composer, Point, expand
 from timm_parallel.lab.sweep.sweep import (
     Sweep,
     append_block,
@@ -67,7 +68,7 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_repeat_runs_every_configuration_once_with_a_seed_before_the_next_repeat(
+def test_sweep_repeat_runs_every_saved_config_once_with_a_seed_before_the_next_repeat(
     tmp_path: Path, five: list[Point]
 ) -> None:
     jobs = frozen(tmp_path, five)
@@ -83,6 +84,13 @@ def test_sweep_repeat_runs_every_configuration_once_with_a_seed_before_the_next_
     later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
     assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
+    # Edit the saved configs, so that they differ from the current files in conf/.
+    for path in tmp_path.glob("configs/*/config.yaml"):
+        path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
+    append_block(jobs, range(6))
+    assert [
+        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[4]
+    ] == [9] * 5
 
 
 @pytest.mark.slow(seconds=3)
@@ -106,20 +114,6 @@ def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
 
 
 @pytest.mark.slow(seconds=3)
-def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    jobs = frozen(tmp_path, five, repeats=1)
-    # Edit the saved configs, so that they differ from the current files in conf/.
-    for path in tmp_path.glob("configs/*/config.yaml"):
-        path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
-    append_block(jobs, range(6))
-    assert [
-        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]
-    ] == [9] * 5
-
-
-@pytest.mark.slow(seconds=3)
 def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_all(
     tmp_path: Path,
 ) -> None:
@@ -136,14 +130,12 @@ def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_
     }
 
 
-def check(overrides: str) -> None:
-    swept = points(*overrides.split())
-    check_blocks(swept, swept[0].config.sweep)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("seed=1,2", None),
+        ('optim.lr=0.1,0.2 sweep.baseline="optim.lr=2e-1"', None),
+        ("optim.lr=0.1,0.2 sweep.repeats=auto", None),
         ("parallel=single,ddp sweep.repeats=many", r"^sweep\.repeats=many: .*$"),
         ("parallel=single,ddp sweep.repeats=0", r"^sweep\.repeats=0: .*$"),
         ("seed=1,2 sweep.repeats=3", r"sweep\.repeats=3: .*seed"),
@@ -157,17 +149,12 @@ def check(overrides: str) -> None:
         ),
     ],
 )
-def test_sweep_with_unsuitable_repeats_or_baseline_is_refused_in_one_line(
-    overrides: str, message: str
+def test_sweep_is_refused_in_one_line_only_with_unsuitable_repeats_or_baseline(
+    overrides: str, message: str | None
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(overrides)
-
-
-def test_sweep_with_suitable_repeats_and_baseline_is_accepted() -> None:
-    check("seed=1,2")
-    check('optim.lr=0.1,0.2 sweep.baseline="optim.lr=2e-1"')
-    check("optim.lr=0.1,0.2 sweep.repeats=auto")
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        swept = points(*overrides.split())
+        check_blocks(swept, swept[0].config.sweep)
 
 
 # Accuracy of each learning rate in repeat 0 to 11: the baseline, one that is better, one that is
@@ -343,33 +330,13 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     ]
 
 
-def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
+def composed(word: str, command: Command, composer: Composer | None) -> str:
     try:
         if composer is None:
-            tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
-        else:
-            tree, merged = composer.compose(overrides)
-        point = make_point(tree, overrides, 3, merged)
+            return OmegaConf.to_yaml(command.loader.load_sweep_config(command.tree, [word]))
+        return OmegaConf.to_yaml(composer.compose([word])[0])
     except HydraException as error:
-        return explain(error, overrides)
-    except (ValueError, AssertionError) as error:
-        return str(error)
-    return (
-        OmegaConf.to_yaml(tree),
-        flags(tree),
-        vars(tree._metadata)["resolver_cache"],
-        point.config,
-        point.subdir,
-    )
-
-
-def flags(tree: DictConfig) -> list[Any]:
-    names = ("hydra", "optim", "model.kwargs", "tags")
-    parts = [tree, *(part for name in names if (part := OmegaConf.select(tree, name)) is not None)]
-    return [
-        (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
-        for part in parts
-    ]
+        return explain(error, [word])
 
 
 @pytest.mark.parametrize(
@@ -383,7 +350,7 @@ def test_sweep_composer_matches_full_hydra_composition_without_schema_in_default
         tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n"
     )
     command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
-    assert composed([word], command, Composer(command)) == composed([word], command, None)
+    assert composed(word, command, Composer(command)) == composed(word, command, None)
 
 
 @pytest.mark.slow(seconds=1)

@@ -319,6 +319,11 @@ def test_kubernetes_manifest_is_valid_with_nodes_gpus_memory_volume_and_config(
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "memory": "8Gi"}
     assert settings["data"]["config.yaml"] == "seed: 1\n"
+    # A YAML comment has the path of the folder. Text after a line break would be read as YAML.
+    folder = tmp_path / "run\nkind: Pod"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="one line"):
+        write_manifest(job("kubernetes", **pods), folder)
 
 
 @pytest.mark.parametrize("value", ["it's", '"a": {b}', "007", "# no comment"])
@@ -397,18 +402,6 @@ def test_queued_job_returns_the_slurm_job_id_of_a_run_folder_or_none_when_not_qu
             slurm.queued_job(tmp_path)
     else:
         assert slurm.queued_job(tmp_path) == queued
-
-
-def test_kubernetes_manifest_refuses_a_folder_name_with_line_breaks(tmp_path: Path) -> None:
-    """The manifest contains the path of the folder in a YAML comment. Text after a line break in
-    the path would be read as YAML.
-    """
-    folder = tmp_path / "run\nkind: Pod"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(ValueError, match="one line"):
-        write_manifest(job("kubernetes", image="x", claim="y"), folder)
-    assert not (folder / "job.yaml").exists()
 
 
 def test_srun_node_address_is_refused_when_unresolvable_or_loopback(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 import evaluate as entry
 from src.train.optim import build_optimizer, build_schedule
-from src.train.run import train
-from tests.template.runs import draw_images, parts_of, resolved, start_run, task_of
+from tests.template.runs import draw_images, parts_of, resolved, task_of
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.parallel.networks import Networks, PhaseStep
@@ -218,21 +216,6 @@ def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path)
     assert sorted(halves[0] + halves[1]) == sorted(alone)
 
 
-def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(
-    data: Path, tmp_path: Path
-) -> None:
-    run = start_run(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path)
-    files: Any = run.parts.dataset.train
-    with run.training() as training:
-        message = training._describe_step(1)
-        train(training)
-    numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]
-    wanted = [files.files[number] for number in numbers]
-    labels = next(run.parts.train_loader.epoch(0)).target.tolist()
-    assert [label for _, label in wanted] == labels
-    assert max(numbers) >= 12, "expected indices in the whole split, not among the twelve images"
-
-
 FROZEN = (
     "model=resnet18",
     "data.image_size=16",
@@ -246,10 +229,6 @@ FROZEN = (
     "parallel.accelerator=cpu",
     "parallel.threads_per_device=1",
 )
-
-
-def trainable(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +247,8 @@ def test_freeze_leaves_only_expected_resnet18_layers_trainable(
     model = timm.create_model("resnet18", num_classes=4)
     names = list(model.state_dict())
     freeze(model, which)
-    assert {name.partition(".")[0] for name in trainable(model)} == trained
+    moving = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {name.partition(".")[0] for name in moving} == trained
     assert list(model.state_dict()) == names
 
 
@@ -307,11 +287,6 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     assert step.training
 
 
-def with_teacher() -> Networks:
-    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
-    return Networks({"model": nn.Linear(2, 2), "teacher": teacher})
-
-
 @pytest.mark.parametrize(
     ("moves", "is_refused"),
     [((), False), (("0.weight", "1.running_mean"), False), (("0.weight",), True)],
@@ -319,7 +294,8 @@ def with_teacher() -> Networks:
 def test_teacher_that_moves_without_its_batchnorm_statistics_is_refused(
     moves: tuple[str, ...], is_refused: bool
 ) -> None:
-    networks = with_teacher()
+    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+    networks = Networks({"model": nn.Linear(2, 2), "teacher": teacher})
     frozen = frozen_modules(networks)
     before = write_counts(frozen)
     for name in moves:

@@ -62,63 +62,59 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # FakeTensorMode looks for GPUs when it starts. Start this mode before GPUs are simulated,
     # because simulated GPUs have no driver.
     with FakeTensorMode():
-        _pretend(monkeypatch)
+        # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA
+        # driver in every operation.
+        monkeypatch.setattr(
+            FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        # Tensor.to initializes CUDA in the thread of a replica, which fails without a driver.
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
+        monkeypatch.setattr(
+            torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
+        )
+        monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda")
+        )
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
+        monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+        monkeypatch.setattr(
+            sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None
+        )
+        instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
+        monkeypatch.setattr(
+            sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
+        )
+        # In torch 2.11, init_gpu_context creates a real CUDA tensor, which fails without a driver.
+        monkeypatch.setattr(
+            "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
+        )
+        on = torch.device
+
+        def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
+            return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
+
+        def scatter(
+            tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None
+        ) -> Any:
+            chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
+            return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
+
+        def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
+            return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
+
+        for name, instead in (
+            ("broadcast_coalesced", broadcast),
+            ("scatter", scatter),
+            ("gather", gather),
+        ):
+            monkeypatch.setattr(comm, name, instead)
         yield
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA driver
-    # in every operation.
-    monkeypatch.setattr(
-        FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    # Tensor.to initializes CUDA in the thread of a replica, which fails without a driver.
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
-    monkeypatch.setattr(
-        torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
-    )
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(
-        sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None
-    )
-    instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
-    monkeypatch.setattr(
-        sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
-    )
-    # In torch 2.11, init_gpu_context creates a real CUDA tensor, which fails without a driver.
-    monkeypatch.setattr(
-        "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
-    )
-    on = torch.device
-
-    def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
-        return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
-
-    def scatter(
-        tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None
-    ) -> Any:
-        chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
-        return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
-
-    def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
-        return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
-
-    for name, instead in (
-        ("broadcast_coalesced", broadcast),
-        ("scatter", scatter),
-        ("gather", gather),
-    ):
-        monkeypatch.setattr(comm, name, instead)
 
 
 class Seen(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from tests.template.runs import (
     evaluate_batches,
     parts_of,
     resolved,
-    run_python,
     take_steps,
     task_of,
 )
@@ -182,37 +179,6 @@ def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer()
     other = nn.Linear(2, 2)
     other.register_buffer("queue", torch.zeros(3))
     assert not has_only_batch_norm_buffers(nn.Sequential(nn.BatchNorm1d(2), other))
-
-
-FAULTS = """
-import resource, timm, torch
-from timm_parallel.parallel.cpu_tuning import keep_freed_memory
-torch.set_num_threads(1)
-keep_freed_memory()
-model = timm.create_model("resnet18", num_classes=10)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-def step():
-    model(torch.randn(16, 3, 32, 32)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-for _ in range(4):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(30):  # about ten of them need no new pages by chance
-    step()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
-    """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
-    }
-    assert int(run_python("-c", FAULTS, environment=environment).stdout) < 600
 
 
 @pytest.mark.slow(seconds=1)

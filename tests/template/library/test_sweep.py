@@ -6,22 +6,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tests.template.runs import run_python
-from timm_parallel.config.compose import load_config
 from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVICE, ONE_PROCESS
 from timm_parallel.keys import DataConfig, SweepConfig
-from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.multirun import count_runs, main, show_points
-from timm_parallel.lab.sweep.board import Board, counted
+from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.machine import hardware
@@ -36,10 +31,6 @@ SMALL = (
     "optim.warmup_epochs=0",
     "data.limit_train=128",
 )
-
-
-def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run_python("train.py", "-m", *SMALL, *overrides, f"hydra.sweep.dir={folder}")
 
 
 def statuses(folder: Path) -> list[str]:
@@ -82,27 +73,6 @@ def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long
     assert output.out == ""
     assert len(output.err.splitlines()) == lines
     assert output.err.count(" of 4") == lines
-
-
-def test_progress_bar_of_a_sweep_is_erased_when_the_sweep_is_interrupted_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(Console, "is_terminal", True)
-    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 0.0)
-
-    def compose() -> None:
-        with counted("composing", 7) as count:
-            count()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compose()
-    err = capsys.readouterr().err
-    assert "1/7" in err
-    # The escape codes must erase the line of the progress bar and make the cursor visible again.
-    assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
 
 
 @pytest.mark.slow(seconds=3)
@@ -155,25 +125,6 @@ def test_cpu_jobs_of_a_sweep_get_equal_numbers_of_threads_per_device_also_next_t
     expanded = points("parallel.accelerator=cpu", "parallel=single,dp,ddp", "parallel.devices=1,2")
     threads = [p.config.parallel.threads_per_device for p in expanded if not p.reason]
     assert threads == [4] * 5
-
-
-@pytest.mark.slow(seconds=2)
-def test_sweep_writes_the_config_of_every_job_before_any_job_runs(tmp_path: Path) -> None:
-    """Jobs start from these written configs. Later edits in conf/ must not change them."""
-    jobs = freeze_jobs(tmp_path, points("optim.lr=1e-3,1e-4"), SweepConfig())
-    assert [load_config(config_folder(tmp_path, job)).optim.lr for job in jobs.jobs] == [1e-3, 1e-4]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.processes
-def test_sweep_runs_the_remaining_jobs_and_exits_1_when_a_job_fails(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    done = sweep(folder, "model.num_classes=3,10", "parallel=single")
-    assert done.returncode == 1
-    assert statuses(folder) == ["failed", "done"]
-    assert "num_classes=3" in read_jobs(folder).jobs[0].reason
-    assert "num_classes=3" in done.stderr
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ class Nodes:
     train: Train
     names: list[str] = field(default_factory=list)
     hosts: str = ""
+    disk: str = "/mnt/disk"
 
     def __enter__(self) -> Nodes:
         self.names = [f"{name}-{os.getpid()}" for name in NAMES]
@@ -104,10 +105,6 @@ class Nodes:
                     os.kill(pid, signal.SIGKILL)
             ip("netns", "del", name)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
-
-    @property
-    def disk(self) -> str:
-        return "/mnt/disk"
 
     def cut(self, is_up: bool = False) -> None:
         ip("-n", self.names[0], "link", "set", "eth0", "up" if is_up else "down")
