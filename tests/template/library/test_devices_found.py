@@ -236,14 +236,10 @@ def test_notice_names_gpus_that_torch_is_built_for_when_auto_chooses_the_cpu(
     (tmp_path / "version.py").write_text(f"cuda: Optional[str] = None\n{text}\n")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
-    for function in (hardware.other_gpus, hardware.torch_cuda):
-        function.cache_clear()
-    try:
-        assert (hardware.other_gpus(), hardware.torch_cuda()) == (kind, None)
-    finally:
-        monkeypatch.undo()
-        for function in (hardware.other_gpus, hardware.torch_cuda):
-            function.cache_clear()
+    # Call the functions that are cached.
+    assert hardware.other_gpus.__wrapped__() == kind
+    assert hardware.torch_cuda.__wrapped__() is None
+    monkeypatch.undo()
     machine_of(monkeypatch, 0)
     monkeypatch.setattr(hardware, "other_gpus", lambda: kind)
     [line] = notices(composed(), resolve(composed()))

@@ -257,17 +257,16 @@ def test_file_names_that_are_not_utf_8_keep_their_bytes(
     assert capfdbinary.readouterr().out.count(rb"r\udcf6se\udcff.png") == 2
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("form", ["console", "csv", "json"])
 def test_predictions_on_the_console_have_no_control_characters(
-    capsys: pytest.CaptureFixture[str], form: str
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Names of files and classes may contain commands for a terminal."""
     name = "a\x1b]0;title\x07\x1b[2J\u202e\x9b.png"
     written: Any = {name: {"class_1": "dog\x1b[31m", "probability_1": 0.5}}
-    write_predictions(written, form, None)
-    shown = capsys.readouterr().out
-    assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
+    for form in ("console", "csv", "json"):
+        write_predictions(written, form, None)
+        shown = capsys.readouterr().out
+        assert "dog" in shown and not set(shown) & set("\x1b\x07\u202e\x9b")
 
 
 @settings(max_examples=30, deadline=None)

@@ -190,6 +190,8 @@ def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> No
     preset = yaml.safe_load((ROOT / "conf" / "debug" / "overfit.yaml").read_text())
     assert preset["data"]["augment"] == asdict(AugmentConfig())
     assert preset["train"]["smoothing"] == 0
+    assert resolved("debug=overfit").task_name == "debug"
+    assert resolved("debug=overfit", "task_name=mine").task_name == "mine"
 
 
 def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
@@ -238,17 +240,6 @@ def test_ddp_error_names_unused_parameters_and_the_find_unused_parameters_key() 
         assert "\n" not in message
     assert in_ranks(two_steps, 2, True) == ["trained", "trained"]
     assert unused_parameters("Expected all tensors to be on the same device", HalfUsed()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "task"),
-    [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")],
-)
-def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
-    words: tuple[str, ...], task: str | None
-) -> None:
-    own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
-    assert resolved(*words).task_name == (task or own)
 
 
 TRAIN = ROOT / "train.py"

@@ -17,7 +17,6 @@ import pytest
 
 from src.schema import Config
 from tests.template.runs import run_python
-from timm_parallel.config.compose import compose_command
 from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.search import search as module
 from timm_parallel.lab.search.search import Follower, Search
@@ -144,11 +143,6 @@ def test_search_optimizes_optimized_metric_if_set_and_otherwise_checkpoint_metri
     assert natural_direction(command.config) == direction
     freeze_search(tmp_path, points[0].tree, space)
     assert read_search(tmp_path)[0].optimized_metric == objective
-
-
-def test_search_is_refused_without_multirun() -> None:
-    with pytest.raises(ValueError, match="add -m"):
-        compose_command(hydra_parser().parse_args(["search=optuna", *SMALL]))
 
 
 @pytest.mark.parametrize("text", ["search: [", "- 1", None])

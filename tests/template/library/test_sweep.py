@@ -26,7 +26,7 @@ from timm_parallel.lab.jobs.scheduler import (
     share_of,
 )
 from timm_parallel.lab.jobs.warm_server import WarmServer
-from timm_parallel.lab.multirun import count_runs, main, show_points
+from timm_parallel.lab.multirun import main, show_points
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import Sweep, freeze_jobs
@@ -86,19 +86,6 @@ def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long
     assert output.out == ""
     assert len(output.err.splitlines()) == lines
     assert output.err.count(" of 4") == lines
-
-
-@pytest.mark.slow(seconds=3)
-def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
-    expanded = points("parallel=single,ddp", "parallel.devices=1,2", "data.batch_size=64")
-    for repeats in (1, 4):
-        settings = SweepConfig(repeats=repeats)
-        folder = tmp_path / str(repeats)
-        folder.mkdir()
-        jobs = freeze_jobs(folder, expanded, settings).jobs
-        runs = sum(job.status != "skipped" for job in jobs)
-        assert count_runs(expanded, settings).startswith(f"{runs} runs")
-    assert count_runs(expanded[:1], SweepConfig()) == "1 run"
 
 
 @pytest.mark.slow(seconds=2)

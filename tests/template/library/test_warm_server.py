@@ -270,14 +270,6 @@ def test_forked_rank_that_got_no_job_ends_when_the_with_block_ends(tmp_path: Pat
         os.kill(forked.pid, 0)
 
 
-@pytest.mark.parametrize(("ending", "code"), [("3", 3), ("sys.exit(4)", 4), ("1 / 0", 1)])
-def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, code: int) -> None:
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(lambda: eval(ending))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
-
-
 @pytest.mark.slow(seconds=4)
 def test_warm_server_prints_the_error_and_marks_its_job_lost_when_an_import_fails(
     tmp_path: Path,
