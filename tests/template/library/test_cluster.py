@@ -59,21 +59,10 @@ def script(main: Main, *overrides: str) -> str:
     return Path("run/job.sbatch").read_text()
 
 
-def test_dry_run_of_one_node_prints_its_resources_and_devices_and_submits_nothing(
+def test_slurm_job_script_has_the_given_options_and_a_dry_run_prints_and_submits_nothing(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "sbatch", lambda script: pytest.fail("submitted"))
-    words = ("cluster=slurm", "cluster.gpus=2", "cluster.cpus=24", "cluster.time=4:00:00")
-    code, out, err = main(*words, "cluster.submit=false")
-    assert code == 0, err
-    asked, trains, submit = out.splitlines()[-3:]
-    options = ("--nodes=1", "--cpus-per-task=24", "--gpus-per-node=2", "--time=4:00:00")
-    assert asked.split()[1:] == list(options)
-    assert trains.endswith("ddp on 2 cuda devices")
-    assert submit.split() == ["Submit", "with:", "sbatch", "run/job.sbatch"]
-
-
-def test_slurm_job_script_contains_given_options(main: Main) -> None:
     text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
     for line in (
         "nodes=2",
@@ -86,6 +75,14 @@ def test_slurm_job_script_contains_given_options(main: Main) -> None:
         assert f"#SBATCH --{line}\n" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=32 " in text and "scontrol requeue" in text
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
+    words = ("cluster=slurm", "cluster.gpus=2", "cluster.cpus=24", "cluster.time=4:00:00")
+    code, out, err = main(*words, "cluster.submit=false", "hydra.run.dir=dry")
+    assert code == 0, err
+    asked, trains, submit = out.splitlines()[-3:]
+    options = ("--nodes=1", "--cpus-per-task=24", "--gpus-per-node=2", "--time=4:00:00")
+    assert asked.split()[1:] == list(options)
+    assert trains.endswith("ddp on 2 cuda devices")
+    assert submit.split() == ["Submit", "with:", "sbatch", "dry/job.sbatch"]
 
 
 def test_auto_devices_threads_and_paths_are_those_of_the_nodes_not_of_the_submitting_machine(

@@ -84,7 +84,6 @@ def test_install_requires_hashes_of_a_lock_file_and_refuses_an_outdated_lock_fil
 def test_install_falls_back_to_pip_when_uv_fails(
     tmp_path: Path, uv_works: bool, asked: list[str]
 ) -> None:
-    """Fake pip and uv programs write their arguments to a file."""
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
         text = (

@@ -401,14 +401,7 @@ def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path
     assert report["measures"]["modes"]["train"] == {"1 channels": 400}
     # 400 gray images of one pixel have at most 256 different values, so that most values occur more
     # than once.
-    values = len({image["digest"] for group in report["problems"][DUPLICATES] for image in group})
-    assert 50 < values < 256
-    images = [
-        (image["split"], image["index"])
-        for group in report["problems"][DUPLICATES]
-        for image in group
-    ]
-    assert len(images) == len(set(images))
+    assert 50 < len(report["problems"][DUPLICATES]) < 256
 
 
 @pytest.mark.parametrize(

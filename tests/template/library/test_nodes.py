@@ -139,16 +139,20 @@ def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
     ]
 
 
-def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
+def test_threads_fit_the_node_with_fewest_cores_and_each_node_needs_cuda_if_one_has_it() -> None:
     config = resolved(*TWO)
     asked = resolved(*TWO).parallel
-    asked.threads_per_device = "auto"  # type: ignore[assignment]
-    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
-    assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
-    asked.threads_per_device = 3
-    config.parallel.threads_per_device = 3
-    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
-    assert config.parallel.threads_per_device == 3
+    for threads, expected in (("auto", 4), (3, 3)):
+        asked.threads_per_device = threads  # type: ignore[assignment]
+        config.parallel.threads_per_device = 3
+        fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+        assert (config.parallel.threads_per_device, config.cluster.nodes) == (expected, 2)
+    asked.accelerator = "auto"
+    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
+        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
+    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
+    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
+        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
 def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
@@ -167,17 +171,6 @@ def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() ->
     assert config.parallel.threads_per_device == 3
     with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
         fit_to_nodes(config, asked, [tasks[0], tasks[0]])
-
-
-def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None:
-    config = resolved(*TWO)
-    asked = resolved(*TWO).parallel
-    asked.accelerator = "auto"
-    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
-        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
-    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
-    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
-        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
 def test_rendezvous_at_127_0_0_1_listens_only_on_the_loopback_interface() -> None:

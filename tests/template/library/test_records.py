@@ -212,10 +212,6 @@ def test_train_py_names_the_file_in_one_line_when_the_disk_is_full_before_the_ru
 def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some network file systems cannot sync folders, and fsync fails there. PostgreSQL ignores
-    the same error.
-    """
-
     def fsync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -271,9 +267,6 @@ def test_error_names_the_run_folder_and_the_reason_when_result_json_is_unusable(
 def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
     tmp_path: Path,
 ) -> None:
-    """Fields that were added since the older version must get their defaults. Fields that were
-    removed since then must be ignored.
-    """
     (tmp_path / "result.json").write_text(
         '{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}'
     )

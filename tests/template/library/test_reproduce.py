@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from PIL import Image
 
 from scripts import reproduce as script
 from scripts import runs as list_script
+from tests.template.repositories import git
 from tests.template.runs import ROOT, resolved, run_warm
 from timm_parallel.config.compose import load_config, save_config
 from timm_parallel.keys import TrackerConfig
@@ -186,24 +186,18 @@ def test_reproducing_a_run_without_its_code_settings_or_devices_is_refused(
 def test_copied_commit_with_code_diff_applied_is_the_code_that_the_run_used(
     tmp_path: Path,
 ) -> None:
-    def git(*arguments: str) -> str:
-        user = ("-c", "user.name=a", "-c", "user.email=a")
-        command = ["git", "-C", str(tmp_path), *user, *arguments]
-        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
-        return done.stdout
-
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     (tmp_path / "code.py").write_text("first\n")
     (tmp_path / "run").mkdir()
-    git("add", "code.py")
-    git("commit", "-qm", "one")
+    git(tmp_path, "add", "code.py")
+    git(tmp_path, "commit", "-qm", "one")
     (tmp_path / "code.py").write_text("second\n")
     diff, folder = tmp_path / "run" / CODE_DIFF, tmp_path / "run" / "code"
     diff.write_text("untracked: mine/\n")
     copy_commit(tmp_path, "HEAD", folder)
     apply_diff(folder, diff)
     assert (folder / "code.py").read_text() == "first\n"
-    diff.write_text("untracked: mine/\n" + git("diff", "HEAD"))
+    diff.write_text(f"untracked: mine/\n{git(tmp_path, 'diff', 'HEAD')}\n")
     apply_diff(folder, diff)
     assert (folder / "code.py").read_text() == "second\n"
     with pytest.raises(ValueError, match="0123"):

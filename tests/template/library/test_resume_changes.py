@@ -315,7 +315,6 @@ def test_resume_with_a_different_checkpoint_metric_resets_the_best_value(
 def test_train_py_resumes_and_records_allowed_changes_or_exits_2_without_changing_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks are forked from a warm server, which saves the time of their imports."""
     monkeypatch.setattr(job, "run_ranks", warm_ranks)
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: ())
     for name in RANK_VARIABLES:
@@ -443,8 +442,6 @@ def roots(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 def test_resume_with_random_config_and_data_changes_trains_as_recorded_or_is_refused(
     stopped: Folders, roots: dict[str, Path], tmp_path: Path, examples: int
 ) -> None:
-    """A run that is not refused trains as a new run from the checkpoint would."""
-
     @settings(
         max_examples=examples,
         deadline=None,

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from scripts.verdict import main
+from tests.template.repositories import NEEDS_GIT, git
 from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
@@ -57,7 +58,6 @@ from timm_parallel.record.result import read_jobs
 
 ROOT = root()
 ACCURACIES = (0.701, 0.698, 0.705, 0.695, 0.702, 0.699)
-NO_GIT = shutil.which("git") is None
 
 
 def record_of(code: str, block: int, value: float | None, **changes: Any) -> RunRecord:
@@ -350,12 +350,6 @@ result["metrics"] = kinds
 """  # noqa: E501
 
 
-def git(folder: Path, *words: str) -> str:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    command = ["git", "-C", str(folder), *identity, *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def write_settings(folder: Path, **settings: Any) -> None:
     (folder / "settings.json").write_text(json.dumps({"accuracy": 0.7, **settings}))
 
@@ -365,8 +359,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_plots: N
     """Create a git repository with one commit. The verdict uses this repository instead of the
     project.
     """
-    if NO_GIT:
-        pytest.skip("needs git")
     folder = tmp_path / "repository"
     (folder / "conf/local").mkdir(parents=True)
     (folder / "train.py").write_text(TRAIN)
@@ -685,14 +677,13 @@ def test_train_py_with_sweep_resume_continues_a_verdict_and_the_checkpoint_of_it
     assert facts["words"] == [f"resume='{stopped.resolve()}'"]
 
 
+@NEEDS_GIT
 @pytest.mark.slow(seconds=120)
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_smaller(
     tmp_path: Path,
 ) -> None:
-    if NO_GIT or not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout")
     copy = tmp_path / "project"
     for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
         if (ROOT / name).is_file():
