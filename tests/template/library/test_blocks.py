@@ -68,10 +68,18 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_repeat_runs_every_saved_config_once_with_a_seed_before_the_next_repeat(
+def test_sweep_repeat_runs_every_saved_config_once_with_a_seed_in_a_random_order(
     tmp_path: Path, five: list[Point]
 ) -> None:
-    jobs = frozen(tmp_path, five)
+    jobs, other = frozen(tmp_path, five), frozen(tmp_path / "other", five)
+    orders = [[job.name for job in block] for block in blocks_of(jobs)]
+    assert len({tuple(order) for order in orders}) > 1
+    assert orders != [[job.name for job in block] for block in blocks_of(other)]
+    assert json.loads((tmp_path / "jobs.json").read_text())["order_seed"] == jobs.order_seed
+    assert jobs.order_seed != other.order_seed
+    (tmp_path / "again").mkdir()
+    again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), jobs.order_seed)
+    assert [job.name for job in again.jobs] == [job.name for job in jobs.jobs]
     ran = [job for job in jobs.jobs if job.status != "skipped"]
     assert [job.id for job in jobs.jobs] == list(range(len(jobs.jobs)))
     assert [job.block for job in ran] == [*[0] * 5, *[1] * 5, *[2] * 5, *[3] * 5]
@@ -91,26 +99,6 @@ def test_sweep_repeat_runs_every_saved_config_once_with_a_seed_before_the_next_r
     assert [
         load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[4]
     ] == [9] * 5
-
-
-@pytest.mark.slow(seconds=3)
-def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    drawn = [frozen(tmp_path / str(number), five) for number in range(2)]
-    orders = [
-        [[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)]
-        for jobs in drawn
-    ]
-    assert drawn[0].order_seed != drawn[1].order_seed
-    assert orders[0] != orders[1]
-    assert len({tuple(order) for order in orders[0]}) > 1
-    assert (
-        json.loads((tmp_path / "0" / "jobs.json").read_text())["order_seed"] == drawn[0].order_seed
-    )
-    (tmp_path / "again").mkdir()
-    again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), drawn[0].order_seed)
-    assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
 
 
 @pytest.mark.slow(seconds=3)

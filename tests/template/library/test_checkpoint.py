@@ -65,13 +65,8 @@ def contents(single: RunParts) -> Contents:
 
 
 def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
-    return checkpoint.save(
-        folder,
-        {**contents, "progress": {**contents["progress"], "step": step}},
-        step,
-        keep,
-        is_best,
-    )
+    progress = {**contents["progress"], "step": step}
+    return checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
 
 
 def everything(folder: Path) -> dict[str, bytes]:

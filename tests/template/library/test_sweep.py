@@ -284,23 +284,15 @@ def test_sweep_runs_jobs_one_at_a_time_when_memory_is_short(
     assert [read_result(tmp_path / job.folder).neighbours for job in jobs.jobs] == [0, 0]
 
 
-def sweep(folder: Path, *more: str) -> list[str]:
-    words = (
-        "train.epochs=2",
-        "parallel.threads_per_device=1",
-        "sweep.jobs=2",
-        f"hydra.sweep.dir={folder}",
-    )
-    return ["train.py", "-m", *SMALL, "parallel=single", *words, *more]
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(hardware.cores() < 2, reason="needs two cores")
 def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alone(
     tmp_path: Path,
 ) -> None:
-    done = run_python(*sweep(tmp_path / "two", "seed=1,2"))
+    words = ("parallel=single", "parallel.threads_per_device=1", "sweep.jobs=2", "seed=1,2")
+    folder = f"hydra.sweep.dir={tmp_path / 'two'}"
+    done = run_python("train.py", "-m", *SMALL, *words, "train.epochs=2", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     for job in read_jobs(tmp_path / "two").jobs:
         folder = tmp_path / "two" / job.folder

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from scripts.verdict import main
-from tests.template.repositories import NEEDS_GIT, git
+from tests.template.repositories import NEEDS_GIT, git, make_template
 from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
@@ -684,14 +684,7 @@ def test_train_py_with_sweep_resume_continues_a_verdict_and_the_checkpoint_of_it
 def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_smaller(
     tmp_path: Path,
 ) -> None:
-    copy = tmp_path / "project"
-    for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    git(copy, "init", "-q", "-b", "main")
-    git(copy, "add", ".")
-    git(copy, "commit", "-q", "-m", "First")
+    copy = make_template(tmp_path / "project")
     path = copy / "conf/experiment/digits_resnet10t.yaml"
     path.write_text(path.read_text().replace("lr: 3e-3", "lr: 3e-5"))
     before = bytes_of(copy)

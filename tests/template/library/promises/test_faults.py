@@ -108,9 +108,6 @@ WARM = [
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
 ]
-# Combinations of strategy, number of ranks and fault that are not marked as slow. One is enough,
-# because test_ends.py has quick tests of other failures.
-QUICK = {("ddp", 2, "stalls_reading")}
 
 
 @dataclass
@@ -195,7 +192,11 @@ def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "name"),
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
+    # Not all are slow. test_ends.py has quick tests of other failures.
+    [
+        pytest.param(*row, marks=() if row[2] == "stalls_reading" else pytest.mark.slow)
+        for row in WARM
+    ],
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(24)

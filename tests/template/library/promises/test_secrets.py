@@ -178,7 +178,9 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
         load_config(tmp_path / "run")
 
 
-def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
+def test_value_is_masked_also_for_trackers_when_its_key_looks_like_a_secret(
+    tmp_path: Path,
+) -> None:
     tree = {
         "token": "abc",
         "max_tokens": 3,
@@ -187,13 +189,9 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     hidden = {"token": "***", "max_tokens": 3}
     hidden["a"] = [{"db_password": "***"}, {"api_key": [REFERENCE, "***", None, "/etc/passwd"]}]  # type: ignore[assignment]
     assert hide_in(tree) == hidden
-
-
-def test_settings_of_a_tracker_hold_no_secrets(tmp_path: Path) -> None:
-    config = ResolvedConfig(task_name="flowers")
+    config = ResolvedConfig()
     config.data.kwargs = {"api_key": "abc", "headers": [SECRET], "size": 3}
     settings = Tracker(config, tmp_path, 0).settings
-    assert settings["task_name"] == "flowers"
     assert settings["data"]["kwargs"] == {"api_key": "***", "headers": [REFERENCE], "size": 3}
 
 
