@@ -1,6 +1,4 @@
-"""Tests of the configs and repeats of sweeps. Repeats are randomized complete block designs: each
-repeat runs every configuration once, in random order.
-"""
+"""Configs and repeats of sweeps, which run every configuration once in random order."""
 
 from __future__ import annotations
 
@@ -42,11 +40,10 @@ from timm_parallel.patches import hydra_parser
 from timm_parallel.record.result import Job, Jobs, Result, read_jobs
 from timm_parallel.testing.configs import conf, parse
 
-SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
-
 
 def points(*overrides: str) -> list[Point]:
-    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    small = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
+    return expand(parse("-m", *small, *overrides))[1]
 
 
 @pytest.fixture(scope="module")

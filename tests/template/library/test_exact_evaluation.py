@@ -238,13 +238,10 @@ def test_predictions_are_written_as_csv_as_json_or_as_lines_on_stdout(
     ]
 
 
-LATIN_1 = os.fsdecode(b"r\xf6se\xff.png")
-
-
 def test_file_names_that_are_not_utf_8_keep_their_bytes(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    predictions = {LATIN_1: {"class_1": "cat", "probability_1": 1.0}}
+    predictions = {os.fsdecode(b"r\xf6se\xff.png"): {"class_1": "cat", "probability_1": 1.0}}
     write_predictions(predictions, "csv", tmp_path / "x.csv")
     assert (tmp_path / "x.csv").read_bytes().splitlines()[1].startswith(b"r\xf6se\xff.png,cat")
     write_predictions(predictions, "json", tmp_path / "x.json")

@@ -294,17 +294,13 @@ def test_invalid_command_fails_quickly_without_importing_torch(
 
 
 @pytest.mark.processes
-def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path) -> None:
+def test_help_shows_options_and_cfg_job_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done = run_process("--help", cwd=tmp_path)
     assert done.stderr == ""
     for group in ("model", "data", "parallel", "optim", "experiment", "debug"):
         options = sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
         assert re.search(rf"^{group}: {', '.join(options)}$", done.stdout, re.MULTILINE), group
     assert len(re.findall(r"^\s+python train\.py", done.stdout, re.MULTILINE)) >= 3
-
-
-@pytest.mark.slow(seconds=1)
-def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
     for line in ("  strategy: ddp", "  lr: 0.25", "  smoothing: 0.0", "seed: 42"):
         assert line in done.stdout.splitlines(), line

@@ -1,9 +1,4 @@
-"""Tests of faults while a GPU is used. The error names the rank, the GPU becomes free again, and a
-sweep continues.
-
-The tests run on a CPU too, because CI has no GPU. promises/test_faults.py and promises/test_ends.py
-test more faults there.
-"""
+"""Faults while a GPU is used. Some tests run on a CPU too, because CI has no GPU."""
 
 from __future__ import annotations
 

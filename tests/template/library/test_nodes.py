@@ -38,7 +38,6 @@ from timm_parallel.machine.ranks import (
     NodeAddress,
     Ranks,
     ranks_from_environment,
-    tasks_per_node,
 )
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
@@ -50,9 +49,9 @@ from timm_parallel.testing.ranks import in_ranks
 
 SRUN = {
     "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),1",
     "SLURM_PROCID": "4",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -68,7 +67,7 @@ TORCHRUN = {
 
 
 TWO = ("parallel=ddp", "parallel.devices=2")
-OF_SRUN = Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
+OF_SRUN = Ranks(4, 7, 1, 3, 0, node=1, nodes=3)
 OF_TORCHRUN = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
 
 
@@ -86,7 +85,7 @@ OF_TORCHRUN = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
         # A wrapper script under mpirun sets the variables of torchrun for each process.
         ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, OF_TORCHRUN),
         # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
-        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, OF_SRUN),
+        ({**SRUN, "PMI_SIZE": "7", "PMI_RANK": "4"}, OF_SRUN),
     ],
 )
 def test_ranks_are_those_of_torchrun_or_else_of_several_tasks_of_srun(
@@ -117,13 +116,6 @@ def test_ranks_of_mpirun_or_without_a_variable_of_slurm_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ranks_from_environment(environment)
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("two", [])]
-)
-def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: list[int]) -> None:
-    assert tasks_per_node(text) == counts
 
 
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:

@@ -1,6 +1,4 @@
-"""Test GPU behavior without GPUs. Fake tensors stand for CUDA devices, or CPU threads replace
-devices.
-"""
+"""GPU behavior without GPUs: fake tensors or CPU threads stand for CUDA devices."""
 
 from __future__ import annotations
 
@@ -297,7 +295,9 @@ def deterministic_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic_here")
-def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Path) -> None:
+def test_deterministic_training_uses_deterministic_algorithms_or_names_the_operation_without_one(
+    tmp_path: Path,
+) -> None:
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -310,6 +310,10 @@ def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Pat
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    reason = failure_record(raised.value, config, Ranks(), tmp_path / "log")["reason"]
+    assert "train.deterministic=false" in reason and "put_" in reason
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -321,16 +325,3 @@ def test_cudnn_benchmark_mode_is_enabled_unless_training_is_deterministic(
         use_deterministic_algorithms()
     on_gpus(devices=3)
     assert torch.backends.cudnn.benchmark == (not deterministic)
-
-
-@pytest.mark.usefixtures("deterministic_here")
-def test_error_of_a_deterministic_run_names_the_operation_without_deterministic_algorithm(
-    tmp_path: Path,
-) -> None:
-    use_deterministic_algorithms()
-    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true")
-    try:
-        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    except RuntimeError as error:
-        reason = failure_record(error, config, Ranks(), tmp_path / "log")["reason"]
-    assert "train.deterministic=false" in reason and "put_" in reason

@@ -1,6 +1,4 @@
-"""Test the HTML, Markdown, CSV and JSON file of a report: contents, location, error messages and
-run time.
-"""
+"""Files of a report: contents, location and error messages."""
 
 from __future__ import annotations
 

@@ -471,18 +471,16 @@ def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_s
     assert result.status == "interrupted" and number.name in result.reason
 
 
-@pytest.mark.parametrize("name", ["nowhere", "half_written", "not_yaml"])
-def test_resume_is_refused_when_the_path_is_not_a_run_folder(
-    main: Main, tmp_path: Path, name: str
-) -> None:
+def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_path: Path) -> None:
     for broken, text in (("half_written", ""), ("not_yaml", "- [1")):
         (tmp_path / broken / ".hydra").mkdir(parents=True)
         (tmp_path / broken / ".hydra" / "overrides.yaml").write_text(text)
         (tmp_path / broken / ".hydra" / "hydra.yaml").write_text(text)
     before = contents(tmp_path)
-    code, err = main(f"resume={name}")
-    assert code == 2 and len(err.splitlines()) == 1
-    assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
+    for name in ("nowhere", "half_written", "not_yaml"):
+        code, err = main(f"resume={name}")
+        assert code == 2 and len(err.splitlines()) == 1
+        assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
     assert main.ran == [] and contents(tmp_path) == before
 
 

@@ -202,10 +202,10 @@ def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer()
             "data.augment.remode=const",
             "optim.clip_grad=1.0",
             "optim.clip_mode=value",
+            *("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
         ),
-        ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
     ],
-    ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
+    ids=["busy_bf16", "drawn_fp16", "const_value_pair"],
 )
 def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     options: tuple[str, ...], accelerator: str

@@ -177,6 +177,8 @@ def test_sweep_job_gets_the_uuids_of_its_gpus_in_cuda_visible_devices(
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)
     config = config_of("parallel=ddp", "parallel.devices=2")
     assert need_of(config) == Requirement("cuda", 2)
+    # Without assigned devices, a job sees all.
+    assert share_of(need_of(config), []) == share_of(Requirement("cpu", 2), []) == ({}, [])
     assert share_of(need_of(config), ["GPU-1", "GPU-3"])[0] == {
         "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-3"
     }
@@ -184,11 +186,6 @@ def test_sweep_job_gets_the_uuids_of_its_gpus_in_cuda_visible_devices(
         config_of("parallel=ddp", "parallel.devices=2", "parallel.device_ids=[2,3]")
     ).alone
     assert devices_here()["cuda"] == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
-
-
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_job_without_assigned_devices_sees_every_gpu_and_core(kind: str) -> None:
-    assert share_of(Requirement(kind, 2), []) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -291,8 +288,8 @@ def test_concurrent_sweep_jobs_have_the_same_metrics_and_weights_as_jobs_run_alo
     tmp_path: Path,
 ) -> None:
     words = ("parallel=single", "parallel.threads_per_device=1", "sweep.jobs=2", "seed=1,2")
-    folder = f"hydra.sweep.dir={tmp_path / 'two'}"
-    done = run_python("train.py", "-m", *SMALL, *words, "train.epochs=2", folder)
+    output = f"hydra.sweep.dir={tmp_path / 'two'}"
+    done = run_python("train.py", "-m", *SMALL, *words, "train.epochs=2", output)
     assert done.returncode == 0, done.stdout + done.stderr
     for job in read_jobs(tmp_path / "two").jobs:
         folder = tmp_path / "two" / job.folder

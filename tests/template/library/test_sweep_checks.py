@@ -226,7 +226,11 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     from scripts import report
 
     folder = tmp_path / "sweep"
-    start_and_stop(folder)
+    # The sweep was stopped with one finished job and one waiting job.
+    sweep = Folder(folder)
+    sweep.add("single", 1)
+    (sweep.add("ddp", 2) / "result.json").unlink()
+    sweep.write()
     path = folder / "jobs.json"
     path.write_text(path.read_text()[:-100])
     with pytest.raises(ValueError, match="damaged") as refused:
@@ -237,15 +241,6 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     ).stdout.split()
     assert report.main(words) == 0
     assert (folder / "report.html").exists()
-
-
-def start_and_stop(folder: Path) -> None:
-    """Write the folder of a sweep that was stopped with one finished job and one waiting job."""
-    sweep = Folder(folder)
-    sweep.add("single", 1)
-    waiting = sweep.add("ddp", 2)
-    (waiting / "result.json").unlink()
-    sweep.write()
 
 
 def files_of(folder: Path) -> dict[str, str]:

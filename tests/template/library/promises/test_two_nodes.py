@@ -210,7 +210,6 @@ def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on
     started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
     codes = nodes.ended(started)
     seconds = time.time() - fault_time(tmp_path / "mark")
-    print(f"everything gone {seconds:.1f} s after the stall")
     assert 0 not in codes and seconds < 5 + PROMPT
     result = read_result(nodes.run_folder())
     assert result.status == "failed" and result.failure is not None and result.failure["rank"] == 1
@@ -266,7 +265,6 @@ def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run
 
         wait_for(has_trained, nodes)
         seconds = lose(nodes, started, fault)
-        print(f"{fault}: everything gone after {seconds:.1f} s")
         assert seconds < PROMPT, fault
         result = json.loads((nodes.run_folder() / "result.json").read_text())
         assert result["status"] == "failed" and result["failure"]["rank"] == 1, result
@@ -358,13 +356,11 @@ def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     before = steps()
     job.start(0)
     wait_for(lambda: steps() > before + 2, nodes)
-    since = time.monotonic()
     # Send SIGTERM, as Kubernetes does to the pods of a drained node. SIGKILL would follow after the
     # grace period.
     job.pods[0].terminate()
     assert job.pods[0].wait(timeout=PROMPT) == 143
     assert read_result(folder).status == "interrupted"
-    print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
     job.run()
     assert numbers_of(folder) == undisturbed
     assert nodes.output(0).count("resumed from") == 2
