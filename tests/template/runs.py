@@ -5,6 +5,7 @@ or in forked ranks, or take its steps without logs and files.
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,7 @@ from timm_parallel.testing.ranks import train_warm
 
 ROOT = app.root
 EXAMPLES = ROOT / "examples"
+FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Code that lets a process import the examples as files of the packages of src.
 IMPORT_EXAMPLES = f"""
 from importlib import import_module
@@ -75,6 +77,16 @@ def run_python(
         timeout=timeout,
         check=False,
     )
+
+
+def fault_environment(fault: str, mark: Path) -> dict[str, str]:
+    """Build the environment variables that let faulty/sitecustomize.py inject a fault.
+
+    `fault`: kind, rank, step and phase, such as `kill:1:7:the forward pass`. `mark`: file to which
+    the time of the fault is written.
+    """
+    path = os.pathsep.join([str(FAULTY), str(ROOT)])
+    return {"FAULT": fault, "FAULT_MARK": str(mark), "PYTHONPATH": path}
 
 
 def draw_images(root: Path, *folders: str, count: int = 1, size: int = 16) -> Path:

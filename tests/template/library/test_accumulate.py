@@ -4,12 +4,11 @@ the batch and accumulate the gradients of twice as many batches.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.template.runs import ROOT, resolved, run_warm, tiny
+from tests.template.runs import FAULTY, fault_environment, resolved, run_warm, tiny
 from timm_parallel.checked_configs import check_task, compose_evaluation
 from timm_parallel.config.compose import (
     compose_command,
@@ -35,22 +34,14 @@ from timm_parallel.testing.commands import Train
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import warm_ranks
 
-FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 DDP = ("parallel=ddp", "parallel.devices=2", "train.epochs=1")
-
-
-def without_memory(rank: str, step: int, mark: Path) -> dict[str, str]:
-    return {
-        "FAULT": f"no_memory:{rank}:{step}:the forward pass",
-        "FAULT_MARK": str(mark),
-        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
-    }
+NO_MEMORY = "no_memory:1:2:the forward pass"
 
 
 @pytest.fixture(scope="module")
 def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run with train.accumulate=auto on two ranks, and return the run folder. In the first
-    attempt, rank 1 runs out of memory in step 3.
+    attempt, rank 1 runs out of memory in step 2.
     """
     base = tmp_path_factory.mktemp("halved")
     folder, attempts = base / "run", []
@@ -59,7 +50,10 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempts.append(config.train.accumulate)
         if len(attempts) > 1:
             return warm_ranks(config, folder)
-        environment, first = without_memory("1", 3, base / "mark"), FAULTY / "sitecustomize.py"
+        environment, first = (
+            fault_environment(NO_MEMORY, base / "mark"),
+            FAULTY / "sitecustomize.py",
+        )
         return warm_ranks(config, folder, environment, first)
 
     command = compose_command(parse(*tiny(*DDP, "train.accumulate=auto", "train.log_every=1")))
@@ -121,14 +115,6 @@ def test_resumed_sweep_job_keeps_the_number_of_batches_that_accumulate_auto_foun
     assert load_config(write_job_folder(tmp_path, job)).train.accumulate == 2
 
 
-def test_evaluation_under_torchrun_ignores_accumulate_auto_of_an_experiment_file(
-    tmp_path: Path,
-) -> None:
-    overrides = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
-    config = compose_evaluation(None, overrides, Ranks(0, 2, 0, 2))
-    assert (config.train.accumulate, config.parallel.devices) == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
@@ -158,7 +144,7 @@ def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_m
         *DDP,
         "train.accumulate=auto",
         "data.batch_size=8",
-        environment=without_memory("1", 2, train.base / "mark"),
+        environment=fault_environment(NO_MEMORY, train.base / "mark"),
     )
     assert done.returncode == 1, done.output
     assert (done.result["status"], done.result["accumulate"]) == ("out_of_memory", 4)
@@ -175,9 +161,12 @@ def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_m
         (("cluster=slurm", "cluster.nodes=2", "cluster.gpus=1"), None),
     ],
 )
-def test_accumulate_auto_is_refused_when_the_launcher_cannot_start_all_ranks_again(
-    overrides: tuple[str, ...], world_size: int | None
+def test_accumulate_auto_is_refused_if_ranks_cannot_start_again_and_ignored_in_evaluation(
+    tmp_path: Path, overrides: tuple[str, ...], world_size: int | None
 ) -> None:
     config = compose_command(parse(*tiny(*overrides, "train.accumulate=auto"))).config
     with pytest.raises(ValueError, match=r"train\.accumulate=1"):
         resolve(config, world_size)
+    words = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
+    evaluation = compose_evaluation(None, words, Ranks(0, 2, 0, 2))
+    assert (evaluation.train.accumulate, evaluation.parallel.devices) == (1, 2)

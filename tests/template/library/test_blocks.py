@@ -1,6 +1,4 @@
-"""Tests of the configs and repeats of sweeps. Repeats are randomized complete block designs: each
-repeat runs every configuration once, in random order.
-"""
+"""Configs and repeats of sweeps, which run every configuration once in random order."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
-from timm_parallel.lab.sweep.points import Composer, Point, expand, make_point
+from timm_parallel.lab.sweep.points import Composer, Point, expand
 from timm_parallel.lab.sweep.sweep import (
     Sweep,
     append_block,
@@ -42,11 +40,10 @@ from timm_parallel.patches import hydra_parser
 from timm_parallel.record.result import Job, Jobs, Result, read_jobs
 from timm_parallel.testing.configs import conf, parse
 
-SMALL = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
-
 
 def points(*overrides: str) -> list[Point]:
-    return expand(hydra_parser().parse_args(["-m", *SMALL, *overrides]))[1]
+    small = ("model=tiny", "print_config=false", "parallel.threads_per_device=1")
+    return expand(parse("-m", *small, *overrides))[1]
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +65,18 @@ def frozen(folder: Path, points: list[Point], repeats: int = 4) -> Jobs:
 
 
 @pytest.mark.slow(seconds=3)
-def test_sweep_repeat_runs_every_configuration_once_with_a_seed_before_the_next_repeat(
+def test_sweep_repeat_runs_every_saved_config_once_with_a_seed_in_a_random_order(
     tmp_path: Path, five: list[Point]
 ) -> None:
-    jobs = frozen(tmp_path, five)
+    jobs, other = frozen(tmp_path, five), frozen(tmp_path / "other", five)
+    orders = [[job.name for job in block] for block in blocks_of(jobs)]
+    assert len({tuple(order) for order in orders}) > 1
+    assert orders != [[job.name for job in block] for block in blocks_of(other)]
+    assert json.loads((tmp_path / "jobs.json").read_text())["order_seed"] == jobs.order_seed
+    assert jobs.order_seed != other.order_seed
+    (tmp_path / "again").mkdir()
+    again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), jobs.order_seed)
+    assert [job.name for job in again.jobs] == [job.name for job in jobs.jobs]
     ran = [job for job in jobs.jobs if job.status != "skipped"]
     assert [job.id for job in jobs.jobs] == list(range(len(jobs.jobs)))
     assert [job.block for job in ran] == [*[0] * 5, *[1] * 5, *[2] * 5, *[3] * 5]
@@ -84,39 +89,12 @@ def test_sweep_repeat_runs_every_configuration_once_with_a_seed_before_the_next_
     later = write_job_folder(tmp_path, blocks_of(jobs)[1][0])
     assert OmegaConf.load(later / ".hydra" / "config.yaml").seed == 8
     assert compose_run(hydra_parser().parse_args([f"resume={later}"])).config.seed == 8
-
-
-@pytest.mark.slow(seconds=3)
-def test_each_repeat_of_a_sweep_has_a_random_order_that_order_seed_reproduces(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    drawn = [frozen(tmp_path / str(number), five) for number in range(2)]
-    orders = [
-        [[job.name for job in block if job.status != "skipped"] for block in blocks_of(jobs)]
-        for jobs in drawn
-    ]
-    assert drawn[0].order_seed != drawn[1].order_seed
-    assert orders[0] != orders[1]
-    assert len({tuple(order) for order in orders[0]}) > 1
-    assert (
-        json.loads((tmp_path / "0" / "jobs.json").read_text())["order_seed"] == drawn[0].order_seed
-    )
-    (tmp_path / "again").mkdir()
-    again = freeze_jobs(tmp_path / "again", five, SweepConfig(repeats=4), drawn[0].order_seed)
-    assert [job.name for job in again.jobs] == [job.name for job in drawn[0].jobs]
-
-
-@pytest.mark.slow(seconds=3)
-def test_added_sweep_repeat_uses_saved_configs_instead_of_the_current_files_in_conf(
-    tmp_path: Path, five: list[Point]
-) -> None:
-    jobs = frozen(tmp_path, five, repeats=1)
     # Edit the saved configs, so that they differ from the current files in conf/.
     for path in tmp_path.glob("configs/*/config.yaml"):
         path.write_text(path.read_text().replace("epochs: 8", "epochs: 9"))
     append_block(jobs, range(6))
     assert [
-        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[1]
+        load_config(write_job_folder(tmp_path, job)).train.epochs for job in blocks_of(jobs)[4]
     ] == [9] * 5
 
 
@@ -137,14 +115,12 @@ def test_sweep_jobs_have_different_folders_when_hydra_sweep_subdir_is_equal_for_
     }
 
 
-def check(overrides: str) -> None:
-    swept = points(*overrides.split())
-    check_blocks(swept, swept[0].config.sweep)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("seed=1,2", None),
+        ('optim.lr=0.1,0.2 sweep.baseline="optim.lr=2e-1"', None),
+        ("optim.lr=0.1,0.2 sweep.repeats=auto", None),
         ("parallel=single,ddp sweep.repeats=many", r"^sweep\.repeats=many: .*$"),
         ("parallel=single,ddp sweep.repeats=0", r"^sweep\.repeats=0: .*$"),
         ("seed=1,2 sweep.repeats=3", r"sweep\.repeats=3: .*seed"),
@@ -158,17 +134,12 @@ def check(overrides: str) -> None:
         ),
     ],
 )
-def test_sweep_with_unsuitable_repeats_or_baseline_is_refused_in_one_line(
-    overrides: str, message: str
+def test_sweep_is_refused_in_one_line_only_with_unsuitable_repeats_or_baseline(
+    overrides: str, message: str | None
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(overrides)
-
-
-def test_sweep_with_suitable_repeats_and_baseline_is_accepted() -> None:
-    check("seed=1,2")
-    check('optim.lr=0.1,0.2 sweep.baseline="optim.lr=2e-1"')
-    check("optim.lr=0.1,0.2 sweep.repeats=auto")
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        swept = points(*overrides.split())
+        check_blocks(swept, swept[0].config.sweep)
 
 
 # Accuracy of each learning rate in repeat 0 to 11: the baseline, one that is better, one that is
@@ -344,38 +315,13 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     ]
 
 
-@cache
-def command() -> Command:
-    return compose_command(parse("-m", "model=resnet18"))
-
-
-def composed(overrides: list[str], command: Command, composer: Composer | None) -> Any:
+def composed(word: str, command: Command, composer: Composer | None) -> str:
     try:
         if composer is None:
-            tree, merged = command.loader.load_sweep_config(command.tree, overrides), None
-        else:
-            tree, merged = composer.compose(overrides)
-        point = make_point(tree, overrides, 3, merged)
+            return OmegaConf.to_yaml(command.loader.load_sweep_config(command.tree, [word]))
+        return OmegaConf.to_yaml(composer.compose([word])[0])
     except HydraException as error:
-        return explain(error, overrides)
-    except (ValueError, AssertionError) as error:
-        return str(error)
-    return (
-        OmegaConf.to_yaml(tree),
-        flags(tree),
-        vars(tree._metadata)["resolver_cache"],
-        point.config,
-        point.subdir,
-    )
-
-
-def flags(tree: DictConfig) -> list[Any]:
-    names = ("hydra", "optim", "model.kwargs", "tags")
-    parts = [tree, *(part for name in names if (part := OmegaConf.select(tree, name)) is not None)]
-    return [
-        (OmegaConf.is_struct(part), OmegaConf.is_readonly(part), OmegaConf.get_type(part))
-        for part in parts
-    ]
+        return explain(error, [word])
 
 
 @pytest.mark.parametrize(
@@ -389,7 +335,7 @@ def test_sweep_composer_matches_full_hydra_composition_without_schema_in_default
         tmp_path, main=main, parallel__single="strategy: single\n", parallel__ddp="strategy: ddp\n"
     )
     command = compose_command(parse("-m", "--config-path", str(folder), "--config-name", "main"))
-    assert composed([word], command, Composer(command)) == composed([word], command, None)
+    assert composed(word, command, Composer(command)) == composed(word, command, None)
 
 
 @pytest.mark.slow(seconds=1)

@@ -63,13 +63,8 @@ def contents(single: RunParts) -> Contents:
 
 
 def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
-    return checkpoint.save(
-        folder,
-        {**contents, "progress": {**contents["progress"], "step": step}},
-        step,
-        keep,
-        is_best,
-    )
+    progress = {**contents["progress"], "step": step}
+    return checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -120,23 +115,7 @@ def test_checkpoint_restore_starts_ema_from_model_weights_when_ema_is_missing(
         assert torch.equal(tensor, contents["model"][name]), name
 
 
-def test_json_sidecar_of_a_checkpoint_holds_step_best_metrics_and_parameter_count(
-    contents: Contents, tmp_path: Path
-) -> None:
-    sidecar = json.loads(save(tmp_path, contents, 7, is_best=True).with_suffix(".json").read_text())
-    parameters = sum(tensor.numel() for tensor in contents["model"].values())
-    expected = {
-        "step": 7,
-        "best": {"acc": 0.25},
-        "classes": 10,
-        "parameters": parameters,
-        "strategy": "single",
-    }
-    assert {key: sidecar[key] for key in expected} == expected
-    assert all((tmp_path / f"{name}.json").is_file() for name in ("last", "best", "step_7"))
-
-
-def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
+def test_checkpoint_save_keeps_last_best_and_newest_files_with_the_facts_of_each_in_json(
     contents: Contents, tmp_path: Path
 ) -> None:
     # Use steps whose numerical and alphabetical orders differ: 9 is before 100, but the text 100 is
@@ -151,6 +130,15 @@ def test_checkpoint_save_keeps_last_pt_and_best_pt_and_the_newest_step_files(
     }
     steps = {path.stem: checkpoint.load(path)["progress"]["step"] for path in tmp_path.glob("*.pt")}
     assert steps == {"last": 100, "best": 8, "step_10": 10, "step_100": 100}
+    expected = {
+        "step": 100,
+        "best": {"acc": 0.25},
+        "classes": 10,
+        "parameters": sum(tensor.numel() for tensor in contents["model"].values()),
+        "strategy": "single",
+    }
+    sidecar = json.loads((tmp_path / "last.json").read_text())
+    assert {key: sidecar[key] for key in expected} == expected
 
 
 def disk_full(*args: object, **kwargs: object) -> None:

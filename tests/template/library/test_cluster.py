@@ -59,17 +59,10 @@ def script(main: Main, *overrides: str) -> str:
     return Path("run/job.sbatch").read_text()
 
 
-def test_dry_run_of_one_node_prints_the_command_and_submits_nothing(
+def test_slurm_job_script_has_the_given_options_and_a_dry_run_prints_and_submits_nothing(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "sbatch", lambda script: pytest.fail("submitted"))
-    words = ("cluster=slurm", "cluster.gpus=2", "cluster.cpus=24", "cluster.time=4:00:00")
-    code, out, err = main(*words, "cluster.submit=false")
-    assert code == 0, err
-    assert out.splitlines()[-1].split() == ["Submit", "with:", "sbatch", "run/job.sbatch"]
-
-
-def test_slurm_job_script_contains_given_options(main: Main) -> None:
     text = script(main, *JOB_WITH_GPUS.split()[2:], "cluster.memory=64G")
     for line in (
         "nodes=2",
@@ -82,6 +75,14 @@ def test_slurm_job_script_contains_given_options(main: Main) -> None:
         assert f"#SBATCH --{line}\n" in text
     assert "srun --ntasks-per-node=1 --cpus-per-task=32 " in text and "scontrol requeue" in text
     assert subprocess.run(["bash", "-n", "run/job.sbatch"], check=False).returncode == 0
+    words = ("cluster=slurm", "cluster.gpus=2", "cluster.cpus=24", "cluster.time=4:00:00")
+    code, out, err = main(*words, "cluster.submit=false", "hydra.run.dir=dry")
+    assert code == 0, err
+    asked, trains, submit = out.splitlines()[-3:]
+    options = ("--nodes=1", "--cpus-per-task=24", "--gpus-per-node=2", "--time=4:00:00")
+    assert asked.split()[1:] == list(options)
+    assert trains.endswith("ddp on 2 cuda devices")
+    assert submit.split() == ["Submit", "with:", "sbatch", "dry/job.sbatch"]
 
 
 def test_auto_devices_threads_and_paths_are_those_of_the_nodes_not_of_the_submitting_machine(
@@ -313,6 +314,11 @@ def test_kubernetes_manifest_is_valid_with_nodes_gpus_memory_volume_and_config(
     assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "memory": "8Gi"}
     assert settings["data"]["config.yaml"] == "seed: 1\n"
+    # A YAML comment has the path of the folder. Text after a line break would be read as YAML.
+    folder = tmp_path / "run\nkind: Pod"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="one line"):
+        write_manifest(job("kubernetes", **pods), folder)
 
 
 @pytest.mark.parametrize("value", ["it's", '"a": {b}', "007", "# no comment"])
@@ -391,18 +397,6 @@ def test_queued_job_returns_the_slurm_job_id_of_a_run_folder_or_none_when_not_qu
             slurm.queued_job(tmp_path)
     else:
         assert slurm.queued_job(tmp_path) == queued
-
-
-def test_kubernetes_manifest_refuses_a_folder_name_with_line_breaks(tmp_path: Path) -> None:
-    """The manifest contains the path of the folder in a YAML comment. Text after a line break in
-    the path would be read as YAML.
-    """
-    folder = tmp_path / "run\nkind: Pod"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(ValueError, match="one line"):
-        write_manifest(job("kubernetes", image="x", claim="y"), folder)
-    assert not (folder / "job.yaml").exists()
 
 
 def test_srun_node_address_is_refused_when_unresolvable_or_loopback(

@@ -26,13 +26,6 @@ from timm_parallel.machine.hardware import CudaDevice, Driver, Gpu
 from timm_parallel.patches import hydra_parser
 
 
-def test_run_is_refused_for_compile_with_small_ddp_buckets(tmp_path: Path) -> None:
-    words = ("parallel=ddp", "model.compile=true", "parallel.bucket_cap_mb=0.5")
-    with pytest.raises(ValueError, match=r"parallel\.bucket_cap_mb=0\.5.*compile"):
-        resolved(*words, f"hydra.run.dir={tmp_path / 'run'}")
-    assert not (tmp_path / "run").exists()
-
-
 def machine_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     gpus = tuple(CudaDevice(index, "H", 80 * 2**30, f"GPU-{index}") for index in range(count))
     monkeypatch.setattr(hardware, "visible_cuda_devices", lambda: gpus)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 import evaluate as entry
 from src.train.optim import build_optimizer, build_schedule
-from src.train.run import train
-from tests.template.runs import draw_images, parts_of, resolved, start_run, task_of
+from tests.template.runs import draw_images, parts_of, resolved, task_of
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.model.freeze import check_statistics_move, freeze, frozen_modules, write_counts
 from timm_parallel.parallel.networks import Networks, PhaseStep
@@ -26,6 +24,7 @@ from timm_parallel.testing.ranks import in_ranks, train_warm
 
 CLASSES = ("circle", "square", "star")
 OTHER_CLASSES = ("cross", "flower", "star")
+MORE_CLASSES = (*CLASSES, "tree")
 SMALL = (
     "data=folder",
     "data.image_size=16",
@@ -130,27 +129,24 @@ def test_evaluation_of_a_weights_file_matches_metrics_of_the_run_that_saved_the_
     assert "weights  " in err and "averaged" in err
 
 
-def test_evaluation_refuses_weights_file_when_a_tensor_would_stay_random(
+def test_evaluation_refuses_a_weights_file_if_a_tensor_would_stay_random_or_classes_differ(
     trained: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = evaluated(capfd, *of_file(best(trained), data, "data.image_size=32"))
-    assert (code, out) == (2, "") and "pos_embed" in err and len(err.splitlines()) == 1
     bare = contents(best(trained))["model"]
     del bare["head.bias"]
     torch.save(bare, tmp_path / "bare.pt")
-    code, out, err = evaluated(capfd, *of_file(tmp_path / "bare.pt", data, "data.image_size=16"))
-    assert (code, out) == (2, "") and "head.bias" in err
-
-
-@pytest.mark.parametrize("classes", [OTHER_CLASSES, (*CLASSES, "tree")], ids=["names", "number"])
-def test_evaluation_refuses_weights_file_when_classes_differ(
-    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], classes: tuple[str, ...]
-) -> None:
-    root = images(tmp_path / "other", classes)
-    code, out, err = evaluated(capfd, *of_file(best(trained), root, "data.image_size=16"))
-    assert (code, out) == (2, "")
-    for name in set(CLASSES) ^ set(classes):
-        assert name in err
+    named, more = (
+        images(tmp_path / str(len(classes)), classes) for classes in (OTHER_CLASSES, MORE_CLASSES)
+    )
+    for weights, root, size, words in (
+        (best(trained), data, 32, {"pos_embed"}),
+        (tmp_path / "bare.pt", data, 16, {"head.bias"}),
+        (best(trained), named, 16, set(CLASSES) ^ set(OTHER_CLASSES)),
+        (best(trained), more, 16, set(CLASSES) ^ set(MORE_CLASSES)),
+    ):
+        code, out, err = evaluated(capfd, *of_file(weights, root, f"data.image_size={size}"))
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert all(word in err for word in words)
 
 
 @pytest.mark.parametrize(("split", "asked"), [("test", "test"), ("val", "all")])
@@ -218,21 +214,6 @@ def test_limit_train_selects_same_images_for_any_seed_and_world_size(data: Path)
     assert sorted(halves[0] + halves[1]) == sorted(alone)
 
 
-def test_error_gives_image_indices_within_the_whole_split_when_limit_train_is_set(
-    data: Path, tmp_path: Path
-) -> None:
-    run = start_run(resolved(*SMALL, f"data.root={data}", "data.limit_train=12"), tmp_path)
-    files: Any = run.parts.dataset.train
-    with run.training() as training:
-        message = training._describe_step(1)
-        train(training)
-    numbers = [int(number) for number in re.findall(r"\d+", message.partition("…")[0])]
-    wanted = [files.files[number] for number in numbers]
-    labels = next(run.parts.train_loader.epoch(0)).target.tolist()
-    assert [label for _, label in wanted] == labels
-    assert max(numbers) >= 12, "expected indices in the whole split, not among the twelve images"
-
-
 FROZEN = (
     "model=resnet18",
     "data.image_size=16",
@@ -246,10 +227,6 @@ FROZEN = (
     "parallel.accelerator=cpu",
     "parallel.threads_per_device=1",
 )
-
-
-def trainable(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +245,8 @@ def test_freeze_leaves_only_expected_resnet18_layers_trainable(
     model = timm.create_model("resnet18", num_classes=4)
     names = list(model.state_dict())
     freeze(model, which)
-    assert {name.partition(".")[0] for name in trainable(model)} == trained
+    moving = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {name.partition(".")[0] for name in moving} == trained
     assert list(model.state_dict()) == names
 
 
@@ -307,11 +285,6 @@ def test_train_step_keeps_frozen_modules_in_evaluation_mode() -> None:
     assert step.training
 
 
-def with_teacher() -> Networks:
-    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
-    return Networks({"model": nn.Linear(2, 2), "teacher": teacher})
-
-
 @pytest.mark.parametrize(
     ("moves", "is_refused"),
     [((), False), (("0.weight", "1.running_mean"), False), (("0.weight",), True)],
@@ -319,7 +292,8 @@ def with_teacher() -> Networks:
 def test_teacher_that_moves_without_its_batchnorm_statistics_is_refused(
     moves: tuple[str, ...], is_refused: bool
 ) -> None:
-    networks = with_teacher()
+    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).requires_grad_(False)
+    networks = Networks({"model": nn.Linear(2, 2), "teacher": teacher})
     frozen = frozen_modules(networks)
     before = write_counts(frozen)
     for name in moves:

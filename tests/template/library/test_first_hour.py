@@ -77,7 +77,6 @@ def test_install_requires_hashes_of_a_lock_file_and_refuses_an_outdated_lock_fil
 def test_install_falls_back_to_pip_when_uv_fails(
     tmp_path: Path, uv_works: bool, asked: list[str]
 ) -> None:
-    """Fake pip and uv programs write their arguments to a file."""
     note = tmp_path / "note"
     for name, code in (("pip", 0), ("uv", 0 if uv_works else 2)):
         text = (
@@ -176,6 +175,8 @@ def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> No
     preset = yaml.safe_load((ROOT / "conf" / "debug" / "overfit.yaml").read_text())
     assert preset["data"]["augment"] == asdict(AugmentConfig())
     assert preset["train"]["smoothing"] == 0
+    assert resolved("debug=overfit").task_name == "debug"
+    assert resolved("debug=overfit", "task_name=mine").task_name == "mine"
 
 
 def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
@@ -188,17 +189,6 @@ def test_example_of_conf_local_default_yaml_composes_with_changed_output_dir(
     )
     config = compose_command(parse("--config-dir", str(tmp_path))).config
     assert config.paths.output_dir == "/elsewhere"
-
-
-@pytest.mark.parametrize(
-    ("words", "task"),
-    [((), None), (("debug=fast",), "debug"), (("task_name=mine", "debug=fast"), "mine")],
-)
-def test_task_name_of_debug_preset_overrides_the_default_but_not_the_command_line(
-    words: tuple[str, ...], task: str | None
-) -> None:
-    own = OmegaConf.load(ROOT / "conf" / "train.yaml").task_name
-    assert resolved(*words).task_name == (task or own)
 
 
 TRAIN = ROOT / "train.py"
@@ -254,17 +244,13 @@ def test_invalid_command_fails_quickly_without_importing_torch(
 
 
 @pytest.mark.processes
-def test_help_shows_options_and_commands_without_importing_torch(tmp_path: Path) -> None:
+def test_help_shows_options_and_cfg_job_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done = run_process("--help", cwd=tmp_path)
     assert done.stderr == ""
     for group in ("model", "data", "parallel", "optim", "experiment", "debug"):
         options = sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
         assert re.search(rf"^{group}: {', '.join(options)}$", done.stdout, re.MULTILINE), group
     assert len(re.findall(r"^\s+python train\.py", done.stdout, re.MULTILINE)) >= 3
-
-
-@pytest.mark.slow(seconds=1)
-def test_cfg_job_shows_all_keys_without_importing_torch(tmp_path: Path) -> None:
     done = run_process("--cfg", "job", "parallel=ddp", "optim.lr=0.25", cwd=tmp_path)
     for line in ("  strategy: ddp", "  lr: 0.25", "  smoothing: 0.0", "seed: 42"):
         assert line in done.stdout.splitlines(), line

@@ -56,10 +56,6 @@ def backward(parts: RunParts) -> None:
     losses.mean().backward()
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "count"),
     [
@@ -129,7 +125,10 @@ def sizes_of_parts(ranks: Any, store: Any) -> tuple[dict[str, tuple[int, int]], 
         "ema": list(state.ema.parameters()),
     }
     sizes = {
-        name: (sum(local(t).numel() for t in ts), sum(t.numel() for t in ts))
+        name: (
+            sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in ts),
+            sum(t.numel() for t in ts),
+        )
         for name, ts in held.items()
     }
     saved = restoring.snapshot(state, parts.strategy)

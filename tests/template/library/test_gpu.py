@@ -12,12 +12,9 @@ import torch
 from PIL import Image
 from torch.utils._pytree import tree_leaves
 
-from src.schema import ResolvedConfig
-from tests.template.runs import parts_of, resolved, run_warm, take_steps
+from tests.template.runs import run_warm
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint
-from timm_parallel.run.evaluation import evaluate
-from timm_parallel.run.parts import evaluation_networks
 from timm_parallel.testing.commands import Finished, Train
 from timm_parallel.testing.gpu import ON_CUDA, ONLY_CUDA, on_gpus
 
@@ -278,46 +275,3 @@ def test_sync_bn_step_on_gpus_uses_statistics_of_the_whole_batch(
 
     assert distance("synchronized") < 1e-3
     assert distance("apart") > 1e-3
-
-
-def losses_and_evaluation(config: ResolvedConfig) -> tuple[list[float], float]:
-    """Train one epoch, evaluate, and return (list of the losses of all steps, validation loss)."""
-    run = parts_of(config)
-    strategy = run.strategy
-    assert strategy.measured_world_size() == config.parallel.devices
-    losses = [numbers["train/loss"] or 0.0 for numbers in take_steps(run)]
-    evaluation = evaluate(
-        evaluation_networks(run.state.evaluated(), config, strategy),
-        run.eval_loaders["val"],
-        run.task,
-        strategy.group,
-    )
-    assert evaluation is not None and evaluation.numbers["loss"] is not None
-    return losses, evaluation.numbers["loss"]
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("accelerator", CPU_AT_NIGHT)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_dp_training_with_two_replicas_on_one_device_matches_single(
-    accelerator: str, precision: str
-) -> None:
-    """DataParallel of torch accepts one device twice, although train.py refuses this. On a CPU,
-    each replica is a thread.
-    """
-    overrides = (
-        f"parallel.accelerator={accelerator}",
-        f"train.precision={precision}",
-        "train.log_every=1",
-    )
-    config = resolved("parallel=single", *overrides)
-    alone = losses_and_evaluation(config)
-    parallel = config.parallel
-    parallel.strategy, parallel.devices = "dp", 2
-    parallel.device_ids = [0, 0] if accelerator == "cuda" else None
-    both = losses_and_evaluation(config)
-    assert len(both[0]) == 6 and max(alone[0]) - min(alone[0]) > 0.1, (
-        "expected the loss to change, because equal constant losses would prove nothing"
-    )
-    assert both[0] == pytest.approx(alone[0], abs=TOLERANCE[precision])
-    assert both[1] == pytest.approx(alone[1], abs=TOLERANCE[precision])

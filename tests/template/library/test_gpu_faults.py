@@ -1,27 +1,19 @@
-"""Tests of faults while a GPU is used. The error names the rank, the GPU becomes free again, and a
-sweep continues.
-
-The tests run on a CPU too, because CI has no GPU. promises/test_faults.py and promises/test_ends.py
-test more faults there.
-"""
+"""Faults while a GPU is used. Some tests run on a CPU too, because CI has no GPU."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.template.runs import ROOT
+from tests.template.runs import fault_environment
 from timm_parallel.testing.commands import Train
 from timm_parallel.testing.gpu import EACH_ACCELERATOR, ON_CUDA, ONLY_CUDA, on_gpus
 
-FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-each_accelerator = pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 
 
 def overrides(accelerator: str) -> list[str]:
@@ -29,31 +21,16 @@ def overrides(accelerator: str) -> list[str]:
     of its own.
     """
     backend = "nccl" if accelerator == "nccl" else "gloo"
-    shared = [
+    return [
         "parallel=ddp",
         "parallel.devices=2",
         f"parallel.backend={backend}",
         f"parallel.accelerator={'cpu' if accelerator == 'cpu' else 'cuda'}",
-    ]
-    return [
-        *shared,
         "data=synthetic",
         "data.kwargs.num_samples=192",
         "train.epochs=2",
         "parallel.timeout=4",
     ]
-
-
-def fault_environment(kind: str, mark: Path, rank: int = 1) -> dict[str, str]:
-    """Build environment variables that inject a fault into a rank, in the forward pass of step
-    7.
-    """
-    path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
-    return {
-        "PYTHONPATH": path,
-        "FAULT": f"{kind}:{rank}:7:the forward pass",
-        "FAULT_MARK": str(mark),
-    }
 
 
 @pytest.mark.parametrize(
@@ -68,7 +45,8 @@ def fault_environment(kind: str, mark: Path, rank: int = 1) -> dict[str, str]:
 def test_error_of_a_gpu_run_names_the_killed_or_stopped_rank(
     train: Train, accelerator: str, kind: str, message: str
 ) -> None:
-    done = train(*overrides(accelerator), environment=fault_environment(kind, train.base / "mark"))
+    environment = fault_environment(f"{kind}:1:7:the forward pass", train.base / "mark")
+    done = train(*overrides(accelerator), environment=environment)
     assert done.returncode == 1 and message in done.stderr, done.output
 
 
@@ -77,7 +55,7 @@ def test_sweep_continues_with_the_next_job_when_a_rank_runs_out_of_memory(
     train: Train, accelerator: str
 ) -> None:
     sweep = train.base / "sweep"
-    environment = fault_environment("no_memory", train.base / "mark")
+    environment = fault_environment("no_memory:1:7:the forward pass", train.base / "mark")
     done = train(
         "-m",
         *overrides(accelerator),
@@ -113,12 +91,13 @@ def test_sweep_continues_after_a_batch_that_exceeds_the_memory_of_the_gpu(
 def test_device_side_assert_ends_the_run(train: Train, accelerator: str) -> None:
     mark = train.base / "mark"
     words = ("parallel=single", f"parallel.accelerator={accelerator}", "train.max_steps=8")
-    done = train(*words, environment=fault_environment("device_assert", mark, rank=0))
+    environment = fault_environment("device_assert:0:7:the forward pass", mark)
+    done = train(*words, environment=environment)
     assert time.time() - float(mark.read_text(encoding="utf-8").split()[0]) < 15
     assert (done.returncode, done.result["failure"]["rank"]) == (1, 0), done.output
 
 
-@each_accelerator
+@pytest.mark.parametrize("accelerator", EACH_ACCELERATOR)
 def test_sigterm_to_a_gpu_run_saves_a_checkpoint_and_exits_143(
     train: Train, accelerator: str
 ) -> None:

@@ -137,15 +137,6 @@ def test_ddp_result_shows_a_longer_compute_time_only_for_the_slowed_rank(tmp_pat
     assert ranks[1]["compute_ms"] > ranks[0]["compute_ms"] + 10
 
 
-def step_of(model: nn.Module) -> PhaseStep:
-    task = task_of(10)
-    return PhaseStep(task, Networks(task.networks(model)), "train")
-
-
-def random_batch() -> Batch:
-    return Batch({"image": torch.randn(4, 8), "target": torch.zeros(4, dtype=torch.int64)})
-
-
 def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
     """Run ddp steps in which the reduction of each gradient bucket takes `delay` seconds longer.
     Return the total and the exposed communication time per step after a warm-up, in seconds.
@@ -159,7 +150,9 @@ def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
     )
     assert isinstance(strategy, Distributed)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
-    wrapped = strategy.wrap(step_of(nn.Sequential(*layers)))
+    task = task_of(10)
+    networks = Networks(task.networks(nn.Sequential(*layers)))
+    wrapped = strategy.wrap(PhaseStep(task, networks, "train"))
     assert isinstance(wrapped, TimedDistributedDataParallel)
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -189,7 +182,8 @@ def hooked(ranks: Ranks, store: Any, delay: float) -> tuple[float, float]:
         # the next step begins.
         if step == 5:
             communication.start_measuring()
-        wrapped(random_batch())[0].mean().backward()
+        fields = {"image": torch.randn(4, 8), "target": torch.zeros(4, dtype=torch.int64)}
+        wrapped(Batch(fields))[0].mean().backward()
     measured = communication.seconds()
     strategy.group.close()
     assert measured is not None
@@ -342,15 +336,11 @@ def profiled(ranks: Ranks, store: Any, folder: str, *overrides: str) -> dict[str
     return trained(ranks, store, folder, *PROFILE, *overrides)
 
 
-def parts_of(entry: dict[str, Any]) -> dict[str, float]:
-    return {name.removesuffix("_ms"): ms for name, ms in entry["parts"].items()}
-
-
 def check_profile(result: dict[str, Any], folder: Path, ranks: int = 1) -> None:
     assert result["throughput"]["steps_timed"] == 12
     assert [entry["rank"] for entry in result["profile"]] == list(range(ranks))
     for entry in result["profile"]:
-        parts = parts_of(entry)
+        parts = {name.removesuffix("_ms"): ms for name, ms in entry["parts"].items()}
         assert set(parts) == PARTS
         assert min(parts.values()) > 0
         check_trace(folder / entry["trace"], parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,13 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from src.app import app
-from src.data.datasets import Synthetic
-from tests.template.runs import parts_of, resolved, run_warm, tiny, train_run
+from tests.template.runs import parts_of, resolved, run_warm, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
 from timm_parallel.launch import job, node, rendezvous, torchrun
@@ -39,21 +38,20 @@ from timm_parallel.machine.ranks import (
     NodeAddress,
     Ranks,
     ranks_from_environment,
-    tasks_per_node,
 )
 from timm_parallel.machine.signals import stop_handler
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint
 from timm_parallel.run.run import Training
-from timm_parallel.testing.commands import Finished, Refuse, Running, Train
+from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import without_times
 from timm_parallel.testing.ranks import in_ranks
 
 SRUN = {
     "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),1",
     "SLURM_PROCID": "4",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -69,7 +67,7 @@ TORCHRUN = {
 
 
 TWO = ("parallel=ddp", "parallel.devices=2")
-OF_SRUN = Ranks(4, 5, 1, 2, 0, node=1, nodes=2)
+OF_SRUN = Ranks(4, 7, 1, 3, 0, node=1, nodes=3)
 OF_TORCHRUN = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
 
 
@@ -87,7 +85,7 @@ OF_TORCHRUN = Ranks(3, 4, 1, 2, 0, node=1, nodes=2)
         # A wrapper script under mpirun sets the variables of torchrun for each process.
         ({**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "4"}, OF_TORCHRUN),
         # With --mpi=pmi2, srun sets the variables of MPI in addition to its own.
-        ({**SRUN, "PMI_SIZE": "5", "PMI_RANK": "4"}, OF_SRUN),
+        ({**SRUN, "PMI_SIZE": "7", "PMI_RANK": "4"}, OF_SRUN),
     ],
 )
 def test_ranks_are_those_of_torchrun_or_else_of_several_tasks_of_srun(
@@ -120,11 +118,6 @@ def test_ranks_of_mpirun_or_without_a_variable_of_slurm_are_refused(
         ranks_from_environment(environment)
 
 
-@pytest.mark.parametrize(("text", "counts"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("", [])])
-def test_tasks_per_node_parses_the_compact_notation_of_slurm(text: str, counts: list[int]) -> None:
-    assert tasks_per_node(text) == counts
-
-
 def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
     return [
         NodeInventory(
@@ -138,16 +131,20 @@ def facts(*nodes: tuple[int, int, int]) -> list[NodeInventory]:
     ]
 
 
-def test_threads_per_device_auto_uses_the_node_with_fewest_cores() -> None:
+def test_threads_fit_the_node_with_fewest_cores_and_each_node_needs_cuda_if_one_has_it() -> None:
     config = resolved(*TWO)
     asked = resolved(*TWO).parallel
-    asked.threads_per_device = "auto"  # type: ignore[assignment]
-    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
-    assert (config.parallel.threads_per_device, config.cluster.nodes) == (4, 2)
-    asked.threads_per_device = 3
-    config.parallel.threads_per_device = 3
-    fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
-    assert config.parallel.threads_per_device == 3
+    for threads, expected in (("auto", 4), (3, 3)):
+        asked.threads_per_device = threads  # type: ignore[assignment]
+        config.parallel.threads_per_device = 3
+        fit_to_nodes(config, asked, facts((1, 16, 0), (1, 4, 0)))
+        assert (config.parallel.threads_per_device, config.cluster.nodes) == (expected, 2)
+    asked.accelerator = "auto"
+    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
+        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
+    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
+    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
+        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
 def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() -> None:
@@ -166,17 +163,6 @@ def test_srun_tasks_share_the_cores_of_their_node_and_need_one_gpu_per_rank() ->
     assert config.parallel.threads_per_device == 3
     with pytest.raises(ValueError, match="2 ranks on host, which has 1 CUDA"):
         fit_to_nodes(config, asked, [tasks[0], tasks[0]])
-
-
-def test_error_of_a_multi_node_run_names_the_host_without_cuda_devices() -> None:
-    config = resolved(*TWO)
-    asked = resolved(*TWO).parallel
-    asked.accelerator = "auto"
-    with pytest.raises(ValueError, match="host1 has CUDA devices, host0 has none"):
-        fit_to_nodes(config, asked, facts((1, 4, 0), (1, 4, 1)))
-    config.parallel.accelerator, config.parallel.backend = "cuda", "nccl"
-    with pytest.raises(ValueError, match="1 ranks on host1, which has 0"):
-        fit_to_nodes(config, asked, facts((1, 4, 1), (1, 4, 0)))
 
 
 def test_rendezvous_at_127_0_0_1_listens_only_on_the_loopback_interface() -> None:
@@ -255,25 +241,29 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     is_printed: bool,
 ) -> None:
     """Rank 0 prints the error on its node, and the first rank of each other node there."""
-    store, ranks = HashStore(), Ranks(*place)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+    store, errors = HashStore(), []
+    monkeypatch.setattr(sys, "argv", ["train.py", "modle=tiny"])
     monkeypatch.setattr(torchrun, "open_store", lambda ranks: store)
-    monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: ranks)
     # Pretend that the other rank has already read the error. Otherwise rank 0 would wait for this
     # rank.
     store.set("left/1", "")
-    torchrun.refuse_followers(Ranks(0, 2), "train.epochs=0: expected an integer >= 1")
-    assert run_command(app) == 2
-    refused = "train.py: train.epochs=0: expected an integer >= 1\n"
-    assert capsys.readouterr().err == (refused if is_printed else "")
+    for ranks in (Ranks(0, 2), Ranks(*place)):
+        monkeypatch.setattr(
+            "timm_parallel.entry.ranks_from_environment", lambda environment, ranks=ranks: ranks
+        )
+        assert run_command(app) == 2
+        errors.append(capsys.readouterr().err)
+    assert errors[0].count("\n") == errors[0].count("did you mean model") == 1
+    assert errors[1] == (errors[0] if is_printed else "")
 
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     config = resolved(*TWO, "data=synthetic")
-    if ranks.rank == 1:
-        config.data.kwargs = {"num_classes": 9} if change == "num_classes" else {}
-    if change == "labels":
-        shift_synthetic_labels(ranks.rank)
+    if change == "num_classes":
+        config.data.kwargs = {"num_classes": 10 - ranks.rank}
+    elif ranks.rank == 1:
+        draw = np.random.default_rng
+        np.random.default_rng = lambda seed: draw(7)  # type: ignore[assignment, misc]
     try:
         parts_of(config, ranks, store).strategy.group.close()
     except ValueError as error:
@@ -281,24 +271,10 @@ def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     return ""
 
 
-def shift_synthetic_labels(number: int) -> None:
-    """Add `number` to all labels of the synthetic dataset in this process."""
-    ordinary = Synthetic.__init__
-
-    def initialize(self: Any, *given: Any, **more: Any) -> None:
-        ordinary(self, *given, **more)
-        self.train.labels = (self.train.labels + number) % 10
-
-    Synthetic.__init__ = initialize  # type: ignore[method-assign]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "part"),
-    [
-        ("num_classes", "class 9=class_9 on rank 0"),
-        ("labels", "train names and labels="),
-    ],
+    [("num_classes", "class 9=class_9 on rank 0"), ("labels", "train names and labels=")],
 )
 def test_ddp_ranks_refuse_a_dataset_that_differs_from_the_dataset_of_rank_0(
     change: str, part: str
@@ -484,46 +460,6 @@ def test_torchrun_is_refused_when_nnodes_is_a_range(
         torchrun._refuse_elastic_nodes()
 
 
-def by_hand(train: Train, folder: Path, *overrides: str) -> list[Running]:
-    """Start rank 1 and rank 0, as a cluster starts ranks without torchrun. Return both commands."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
-    for rank in (1, 0):
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "train.py", *tiny(f"hydra.run.dir={folder}", *overrides)]
-        started.append(train.start_command(command, folder, environment))
-    return started
-
-
-def check(done: Finished) -> None:
-    folder, result = done.folder, done.result
-    assert [path.parent for path in folder.rglob(".hydra")] == [folder]
-    writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
-    assert len(writers) == 1, "expected TensorBoard files from one process"
-    assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
-    assert list(folder.rglob("*.tmp")) == []
-    assert result["status"] == "done"
-    assert (result["strategy"], result["devices"], result["world_size"], result["processes"]) == (
-        "ddp",
-        2,
-        2,
-        2,
-    )
-    assert result["backend"] == "gloo"
-    assert result["proof"]["hashes_equal"] is True
-    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
-    assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
-
-
 @pytest.mark.slow(seconds=10)
 def test_run_of_two_torchrun_ranks_writes_each_record_once_and_equals_that_of_python(
     train: Train, tmp_path: Path
@@ -532,7 +468,17 @@ def test_run_of_two_torchrun_ranks_writes_each_record_once_and_equals_that_of_py
     assert done.returncode == 0, done.output
     line = next(line for line in done.stdout.splitlines() if line.startswith("folder"))
     done = replace(done, folder=Path(line.split()[-1]))
-    check(done)
+    folder, result = done.folder, done.result
+    assert [path.parent for path in folder.rglob(".hydra")] == [folder]
+    writers = {path.name.split(".")[-2] for path in folder.rglob("events.out.tfevents.*")}
+    assert len(writers) == 1, "expected TensorBoard files from one process"
+    assert {path.name for path in (folder / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert list(folder.rglob("*.tmp")) == []
+    assert (result["status"], result["strategy"], result["backend"]) == ("done", "ddp", "gloo")
+    assert [result[key] for key in ("devices", "world_size", "processes")] == [2, 2, 2]
+    assert result["proof"]["hashes_equal"] is True
+    assert result["proof"]["parameters_hash_start"] != result["parameters_hash"]
+    assert [entry["device"] for entry in result["memory"]] == ["cpu:0", "cpu:1"]
     temporary = [path.name for path in train.temporary.iterdir()]
     assert all(name.startswith("torchelastic_") for name in temporary), (
         "expected no files except the log folder of torchrun"
@@ -544,16 +490,6 @@ def test_run_of_two_torchrun_ranks_writes_each_record_once_and_equals_that_of_py
         checkpoint.load(each.folder / "checkpoints" / "last.pt")["model"] for each in (done, other)
     )
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-@pytest.mark.slow(seconds=4)
-def test_config_error_is_printed_once_when_ranks_are_started_externally(train: Train) -> None:
-    ranks = by_hand(train, train.base / "run", "parallel=ddp", "modle=tiny")
-    ended = [rank.finish() for rank in ranks]
-    assert [done.returncode for done in ended] == [2, 2]
-    stderr = "".join(done.stderr for done in ended)
-    assert len(stderr.splitlines()) == stderr.count("did you mean model") == 1, stderr
-    assert not (train.base / "run").exists()
 
 
 def test_sweep_is_refused_under_torchrun(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

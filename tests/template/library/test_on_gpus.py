@@ -1,6 +1,4 @@
-"""Test GPU behavior without GPUs. Fake tensors stand for CUDA devices, or CPU threads replace
-devices.
-"""
+"""GPU behavior without GPUs: fake tensors or CPU threads stand for CUDA devices."""
 
 from __future__ import annotations
 
@@ -62,63 +60,59 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # FakeTensorMode looks for GPUs when it starts. Start this mode before GPUs are simulated,
     # because simulated GPUs have no driver.
     with FakeTensorMode():
-        _pretend(monkeypatch)
+        # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA
+        # driver in every operation.
+        monkeypatch.setattr(
+            FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        # Tensor.to initializes CUDA in the thread of a replica, which fails without a driver.
+        monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
+        monkeypatch.setattr(
+            torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
+        )
+        monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda")
+        )
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
+        monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+        monkeypatch.setattr(
+            sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None
+        )
+        instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
+        monkeypatch.setattr(
+            sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
+        )
+        # In torch 2.11, init_gpu_context creates a real CUDA tensor, which fails without a driver.
+        monkeypatch.setattr(
+            "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
+        )
+        on = torch.device
+
+        def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
+            return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
+
+        def scatter(
+            tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None
+        ) -> Any:
+            chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
+            return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
+
+        def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
+            return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
+
+        for name, instead in (
+            ("broadcast_coalesced", broadcast),
+            ("scatter", scatter),
+            ("gather", gather),
+        ):
+            monkeypatch.setattr(comm, name, instead)
         yield
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without the setting avoid_device_init, FakeTensorMode would initialize the missing CUDA driver
-    # in every operation.
-    monkeypatch.setattr(
-        FakeTensorMode, "avoid_device_init", not torch.cuda.is_available(), raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    # Tensor.to initializes CUDA in the thread of a replica, which fails without a driver.
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
-    monkeypatch.setattr(
-        torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(3))
-    )
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *given: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: nullcontext())
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(
-        sys.modules["torch.nn.parallel.data_parallel"], "_check_balance", lambda devices: None
-    )
-    instead_of_threads = SimpleNamespace(Thread=ThreadInTurn, Lock=threading.Lock)
-    monkeypatch.setattr(
-        sys.modules["torch.nn.parallel.parallel_apply"], "threading", instead_of_threads
-    )
-    # In torch 2.11, init_gpu_context creates a real CUDA tensor, which fails without a driver.
-    monkeypatch.setattr(
-        "torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False
-    )
-    on = torch.device
-
-    def broadcast(tensors: Any, devices: Any, *given: Any) -> Any:
-        return [[tensor.to(on("cuda", index)) for tensor in tensors] for index in devices]
-
-    def scatter(
-        tensor: Tensor, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None
-    ) -> Any:
-        chunks = zip(tensor.chunk(len(devices), dim), devices, strict=False)
-        return tuple(chunk.to(on("cuda", index)) for chunk, index in chunks)
-
-    def gather(tensors: Any, dim: int = 0, destination: Any = None, *given: Any) -> Tensor:
-        return torch.cat([tensor.to(on("cuda", destination)) for tensor in tensors], dim)
-
-    for name, instead in (
-        ("broadcast_coalesced", broadcast),
-        ("scatter", scatter),
-        ("gather", gather),
-    ):
-        monkeypatch.setattr(comm, name, instead)
 
 
 class Seen(nn.Module):
@@ -302,7 +296,9 @@ def deterministic_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("deterministic_here")
-def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Path) -> None:
+def test_deterministic_training_uses_deterministic_algorithms_or_names_the_operation_without_one(
+    tmp_path: Path,
+) -> None:
     config = resolved(
         "parallel=single",
         "parallel.accelerator=cpu",
@@ -315,6 +311,10 @@ def test_deterministic_training_uses_only_deterministic_algorithms(tmp_path: Pat
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    reason = failure_record(raised.value, config, Ranks(), tmp_path / "log")["reason"]
+    assert "train.deterministic=false" in reason and "put_" in reason
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -326,16 +326,3 @@ def test_cudnn_benchmark_mode_is_enabled_unless_training_is_deterministic(
         use_deterministic_algorithms()
     on_gpus(devices=3)
     assert torch.backends.cudnn.benchmark == (not deterministic)
-
-
-@pytest.mark.usefixtures("deterministic_here")
-def test_error_of_a_deterministic_run_names_the_operation_without_deterministic_algorithm(
-    tmp_path: Path,
-) -> None:
-    use_deterministic_algorithms()
-    config = resolved("parallel=single", "parallel.accelerator=cpu", "train.deterministic=true")
-    try:
-        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    except RuntimeError as error:
-        reason = failure_record(error, config, Ranks(), tmp_path / "log")["reason"]
-    assert "train.deterministic=false" in reason and "put_" in reason

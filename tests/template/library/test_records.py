@@ -32,7 +32,6 @@ from timm_parallel.record.result import (
     STATUSES,
     MetricsLog,
     Result,
-    read_jobs,
     read_metrics,
     read_result,
     write_result,
@@ -172,17 +171,6 @@ def test_threads_that_create_a_run_folder_with_the_same_name_get_different_folde
     assert claim_folder(tmp_path / "run") == tmp_path / "run_1"
 
 
-@pytest.mark.parametrize("where", ["file/run", "", "."])
-def test_error_names_hydra_run_dir_when_no_folder_can_be_created_at_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(ValueError, match=r"hydra\.run\.dir=") as refusal:
-        claim_folder(Path(where))
-    assert "\n" not in str(refusal.value)
-
-
 def crash(*words: object, **options: object) -> None:
     raise OSError("the power went out")
 
@@ -224,10 +212,6 @@ def test_train_py_names_the_file_in_one_line_when_the_disk_is_full_before_the_ru
 def test_record_file_is_written_when_the_file_system_cannot_fsync_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some network file systems cannot sync folders, and fsync fails there. PostgreSQL ignores
-    the same error.
-    """
-
     def fsync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -280,23 +264,9 @@ def test_error_names_the_run_folder_and_the_reason_when_result_json_is_unusable(
     assert str(tmp_path) in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "contents", [b"\xff\xfe\x00{", b'{"format": 1, "jobs": ["x"]}', b'{"format": "x"}', b"{}"]
-)
-def test_error_names_jobs_json_of_a_sweep_when_the_file_is_invalid(
-    tmp_path: Path, contents: bytes
-) -> None:
-    (tmp_path / "jobs.json").write_bytes(contents)
-    with pytest.raises(ValueError, match=r"jobs\.json: (damaged|.*not of this project)"):
-        read_jobs(tmp_path)
-
-
 def test_result_json_of_an_older_version_is_read_with_defaults_for_new_fields(
     tmp_path: Path,
 ) -> None:
-    """Fields that were added since the older version must get their defaults. Fields that were
-    removed since then must be ignored.
-    """
     (tmp_path / "result.json").write_text(
         '{"format": 0, "status": "done", "val": {"acc": 0.5}, "of_old": 1}'
     )

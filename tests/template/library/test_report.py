@@ -1,13 +1,10 @@
-"""Test the HTML, Markdown, CSV and JSON file of a report: contents, location, error messages and
-run time.
-"""
+"""Files of a report: contents, location and error messages."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,6 @@ from tests.template.runs import run_python
 from timm_parallel.lab.report.report import write_report
 from timm_parallel.record.result import FORMAT
 from timm_parallel.testing.report_sweeps import GIB, Sweep, full_sweep, read
-
-ROOT = Path(__file__).resolve().parents[3]
-
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -140,12 +134,9 @@ def test_report_of_an_unfinished_sweep_counts_the_jobs_by_status(tmp_path: Path)
     # exist.
     assert links == {f"{number}/result.json" for number in range(4)}
     assert "CUDA out of memory on rank 1 &lt;b&gt;&amp;" in html
-
-
-def test_report_has_job_counts_but_no_recommendation_when_no_job_is_done(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path / "s")
-    sweep.row("parallel=ddp", status="waiting")
-    html, markdown, plain = read(sweep.write("running"))
+    none_done = Sweep(tmp_path / "none_done")
+    none_done.row("parallel=ddp", status="waiting")
+    html, markdown, plain = read(none_done.write("running"))
     assert plain["lead"] is None and plain["counts"] in html and plain["counts"] in markdown
     assert plain["counts"] == "0 of 1 jobs done, 1 waiting"
 
@@ -226,12 +217,12 @@ def test_report_accepts_the_folder_of_one_run_instead_of_a_sweep(tmp_path: Path)
         ("jobs.json", None, "", "no jobs.json and no result.json"),
         ("jobs.json", "[]", "jobs.json", "not of this project"),
         ("jobs.json", '{"jobs": 3}', "jobs.json", "not of this project"),
+        ("jobs.json", '{"format": 1, "jobs": ["x"]}', "jobs.json", "not of this project"),
+        ("jobs.json", '{"format": "x"}', "jobs.json", "not of this project"),
         ("jobs.json", {"jobs": []}, "jobs.json", "lists no jobs"),
         ("jobs.json", '{"format": 1, "jobs": [{"id"', "jobs.json", "damaged"),
-        ("0/result.json", '{"status": "do', "0/result.json", "cannot be read as JSON"),
         ("0/config.yaml", "a: [1", "0/config.yaml", "as YAML"),
         ("jobs.json", {"format": FORMAT + 1}, "jobs.json", "newer than this code reads"),
-        ("0/result.json", {"format": FORMAT + 1}, "0/result.json", "newer than this code reads"),
     ],
 )
 def test_report_error_names_the_invalid_sweep_file_in_one_line(
@@ -395,56 +386,24 @@ def test_report_shows_the_metric_by_which_each_run_selected_its_checkpoint(
     assert "val/loss" in header and "val/acc" not in header
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.usefixtures("plots")
-def test_report_on_150_different_settings_needs_less_than_12_cpu_seconds_and_2_mb(
-    tmp_path: Path,
-) -> None:
-    sweep = Sweep(tmp_path / "s")
-    # Give every run a different setting, as in a hyper-parameter search.
-    for number in range(150):
-        sweep.add("ddp", 2, 1000 + number, config={"optim": {"lr": number / 1000}})
-    # Measure CPU time, because other programs on the machine would lengthen the elapsed time.
-    started = time.process_time()
-    html = write_report([sweep.write()])
-    assert time.process_time() - started < 12
-    assert html.stat().st_size < 2e6
-
-
 @pytest.mark.slow(seconds=2)
-def test_report_py_prints_the_path_of_the_report_or_exits_2_for_a_folder_without_results(
+def test_report_py_prints_the_path_of_the_report_or_exits_2_for_an_unusable_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
     done = run_python("scripts/report.py", str(folder))
     assert (done.returncode, done.stdout.strip()) == (0, str(folder / "report.html"))
-    assert script.main([str(tmp_path)]) == 2
-    refused = capsys.readouterr().err
-    assert refused.count("\n") == 1 and str(tmp_path) in refused
-
-
-@pytest.mark.slow(seconds=2)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["{loop}"],
-        ["{sweep}", "{loop}"],
-        ["{sweep}", "out={loop}"],
-        ["{sweep}", "out=/proc/nowhere"],
-        ["{sweep}", "out={sweep}/jobs.json"],
-    ],
-)
-def test_report_py_exits_2_in_one_line_for_a_link_loop_or_an_unwritable_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    sweep = full_sweep(tmp_path / "s", {("single", 1): 1000}).write()
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    given = [word.format(sweep=sweep, loop=loop) for word in words]
-    assert script.main(given) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert given[-1] in line
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for words in (
+        [f"{tmp_path}"],
+        [f"{tmp_path}/loop"],
+        [f"{folder}", f"out={tmp_path}/loop"],
+        [f"{folder}", "out=/proc/nowhere"],
+        [f"{folder}", f"out={folder}/jobs.json"],
+    ):
+        assert script.main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words[-1] in line
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from src.app import app
-from src.schema import Config, OptimConfig
-from tests.template.runs import draw_images, resolved
+from src.schema import Config
+from tests.template.runs import draw_images
 from timm_parallel import entry, keys
 from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import load_config, save_config
@@ -193,7 +193,7 @@ def test_resume_with_another_model_data_batch_or_seed_is_refused_unless_resume_s
 
 
 @pytest.mark.slow(seconds=1)
-def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_rate(
+def test_resume_accepts_changed_training_and_strategy_and_single_drops_options_of_ddp(
     main: Main,
 ) -> None:
     folder = main.start("day/1")
@@ -202,6 +202,7 @@ def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_
         "model.compile": True,
         "parallel.strategy": "ddp",
         "parallel.devices": 2,
+        "parallel.bucket_cap_mb": 1.0,
         "train.epochs": 40,
         "optim.lr": 0.5,
     }
@@ -209,6 +210,12 @@ def test_resume_accepts_changed_workers_compilation_devices_epochs_and_learning_
     assert (code, main.ran[-1]) == (0, folder), err
     after = load_config(folder)
     assert {key: value_of(after, key) for key in changes} == changes
+    code, err = main(f"resume={folder}", "parallel=single")
+    assert code == 0, err
+    assert load_config(folder).parallel.devices == 1
+    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, (
+        "an explicit value is not dropped"
+    )
 
 
 @pytest.mark.slow(seconds=2)
@@ -298,62 +305,33 @@ def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Ma
     assert contents(done) == before
 
 
-@pytest.mark.slow(seconds=2)
-def test_resume_auto_without_overrides_keeps_the_config_of_the_newest_unfinished_run(
-    main: Main,
-) -> None:
-    older = main.start("2026-01-01/09-00-00")
-    newest = main.start("2026-01-02/09-00-00", "optim.lr=0.25", "data=synthetic", status="failed")
-    copy_of(older, "train/2026-01-03/09-00-00", status="done")
-    (copy_of(older, "train/2026-01-04/09-00-00") / "checkpoints" / "last.pt").unlink()
-    before, main.status = load_config(newest), "interrupted"
-    for overrides in (
-        ("resume=auto",),
-        ("print_config=false", "cluster=local", "resume=auto_or_new"),
-    ):
-        code, err = main(*overrides)
-        assert (code, err) == (0, "")
-        assert main.ran[-1].resolve() == newest
-        after = load_config(newest)
-        assert after.resume is not None
-        after.resume = before.resume
-        assert after == before
-
-
 @pytest.mark.slow(seconds=3)
-def test_resume_auto_continues_the_newest_unfinished_run_of_any_task_or_of_the_given_task(
+def test_resume_auto_continues_the_newest_unfinished_run_of_any_or_the_given_task_with_its_config(
     main: Main,
 ) -> None:
     digits = main.start("2026-01-01/09-00-00")
-    flowers = main.start(
-        "x", "task_name=flowers", "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00"
-    )
+    folder = "hydra.run.dir=outputs/flowers/2026-01-02/09-00-00"
+    words = ("task_name=flowers", "optim.lr=0.25", "data=synthetic", folder)
+    flowers = main.start("x", *words, status="failed")
     copy_of(flowers, "done/2026-01-03/09-00-00", status="done")
+    (copy_of(digits, "train/2026-01-04/09-00-00") / "checkpoints" / "last.pt").unlink()
     # resume=auto must skip a job of a sweep, because sweep.resume continues such a job.
     (copy_of(digits, "my/sweep/0").parent / "jobs.json").write_text("{}")
+    before, main.status = load_config(flowers), "interrupted"
     for overrides, expected in (
         (("resume=auto",), flowers),
         (("resume=auto", "print_config=false", "task_name=train"), digits),
-        (("resume=auto_or_new",), digits),
+        (("print_config=false", "cluster=local", "resume=auto_or_new"), digits),
         ((*OVERRIDES, "resume=auto"), digits),
     ):
         code, err = main(*overrides)
         assert (code, err) == (0, "")
         assert main.ran[-1].resolve() == expected, overrides
         assert f"{expected.relative_to(Path.cwd())}\n" in main.out
-    assert load_config(flowers).task_name == "flowers"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=1)
-def test_resume_applies_a_given_config_group_option_on_top_of_the_saved_config(main: Main) -> None:
-    folder = main.start("day/1", "optim.clip_grad=0.5", "optim.lr=0.25", "train.epochs=3")
-    code, err = main(f"resume={folder}", "optim=sgd", "resume_strict=false", "optim.momentum=0.5")
-    assert code == 0, err
-    optim = load_config(folder).optim
-    assert isinstance(optim, OptimConfig)
-    assert (optim.opt, optim.lr, optim.momentum) == ("momentum", 0.1, 0.5)
-    assert optim.clip_grad == 0.5 and load_config(folder).train.epochs == 3
+    after = load_config(flowers)
+    assert after.resume is not None
+    after.resume = before.resume
+    assert after == before
 
 
 @pytest.mark.slow(seconds=1)
@@ -366,33 +344,6 @@ def test_resume_ignores_later_edits_of_config_group_files(main: Main, tmp_path: 
     (tmp_path / "own" / "model" / "mine.yaml").write_text("name: resnet18")
     assert main(f"resume={folder}") == (0, "")
     assert load_config(folder).model.name == "test_vit"
-
-
-@pytest.mark.slow(seconds=1)
-def test_resume_with_parallel_single_drops_the_options_of_the_previous_dp_or_ddp_strategy(
-    main: Main,
-) -> None:
-    folder = main.start("day/1", "parallel=ddp", "parallel.devices=2", "parallel.bucket_cap_mb=1")
-    code, err = main(f"resume={folder}", "parallel=single")
-    assert code == 0, err
-    assert load_config(folder).parallel.devices == 1
-    assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, (
-        "an explicit value is not dropped"
-    )
-
-
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize("name", ["result.json", "checkpoints/last.json"])
-def test_resume_is_refused_and_changes_nothing_when_a_file_has_a_newer_format(
-    main: Main, name: str
-) -> None:
-    folder = main.start("day/1")
-    (folder / name).write_text(json.dumps({"format": 7, "status": "done"}))
-    before = contents(folder)
-    code, err = main(f"resume={folder}")
-    assert (code, len(main.ran)) == (2, 1)
-    assert Path(name).stem in err and "format 7" in err
-    assert contents(folder) == before
 
 
 @pytest.mark.slow(seconds=1)
@@ -432,13 +383,19 @@ def test_resume_of_a_finished_run_is_refused_unless_a_limit_of_its_training_chan
         assert code == 0 and main.ran[-1].resolve() == folder, err
 
 
-def test_resume_is_refused_when_the_run_has_no_checkpoint_or_a_folder_in_its_place(
+@pytest.mark.slow(seconds=1)
+def test_resume_is_refused_when_a_file_of_the_run_is_missing_a_folder_or_of_newer_code(
     main: Main,
 ) -> None:
-    """A new checkpoint could not replace the folder, so the run would fail after its first
-    epoch.
-    """
+    """A new checkpoint could not replace a folder, so the run would fail after its first epoch."""
     folder = main.start("day/1")
+    for name in ("checkpoints/last.json", "result.json"):
+        (folder / name).write_text(json.dumps({"format": 7, "status": "done"}))
+        before = contents(folder)
+        code, err = main(f"resume={folder}")
+        assert code == 2 and Path(name).stem in err and "format 7" in err
+        assert contents(folder) == before
+        (folder / name).unlink()
     checkpoints = folder / "checkpoints"
     (checkpoints / "best.pt").mkdir()
     code, err = main(f"resume={folder}")
@@ -467,44 +424,35 @@ def test_result_status_is_interrupted_when_a_signal_stops_the_run_before_ranks_s
     assert result.status == "interrupted" and number.name in result.reason
 
 
-@pytest.mark.parametrize("name", ["nowhere", "half_written", "not_yaml"])
-def test_resume_is_refused_when_the_path_is_not_a_run_folder(
-    main: Main, tmp_path: Path, name: str
-) -> None:
+def test_resume_is_refused_when_the_path_is_not_a_run_folder(main: Main, tmp_path: Path) -> None:
     for broken, text in (("half_written", ""), ("not_yaml", "- [1")):
         (tmp_path / broken / ".hydra").mkdir(parents=True)
         (tmp_path / broken / ".hydra" / "overrides.yaml").write_text(text)
         (tmp_path / broken / ".hydra" / "hydra.yaml").write_text(text)
     before = contents(tmp_path)
-    code, err = main(f"resume={name}")
-    assert code == 2 and len(err.splitlines()) == 1
-    assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
+    for name in ("nowhere", "half_written", "not_yaml"):
+        code, err = main(f"resume={name}")
+        assert code == 2 and len(err.splitlines()) == 1
+        assert err.startswith(f"train.py: resume={name}: not a run folder") and "outputs/" in err
     assert main.ran == [] and contents(tmp_path) == before
 
 
-def test_saved_config_of_an_earlier_version_is_read_unless_it_sets_a_key_that_is_gone(
-    tmp_path: Path,
-) -> None:
-    save_config(resolved("+model.kwargs.drop_rate=null"), tmp_path)
-    path = tmp_path / "config.yaml"
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("train:\n", "train:\n  gone: null\n", 1), encoding="utf-8")
-    assert "drop_rate" in load_config(tmp_path).model.kwargs
-    path.write_text(text.replace("train:\n", "train:\n  gone: 3\n", 1), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"train\.gone"):
-        load_config(tmp_path)
-
-
 @pytest.mark.slow(seconds=1)
-def test_resume_continues_a_run_of_an_earlier_version_if_removed_keys_have_their_default(
+def test_resume_continues_a_run_of_an_earlier_version_unless_it_sets_a_key_that_is_gone(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROJECT", "mine")
-    folder = main.start("day/1", "tracker.project='${oc.env:PROJECT}'")
+    words = ("tracker.project='${oc.env:PROJECT}'", "+model.kwargs.drop_rate=null")
+    folder = main.start("day/1", *words)
     for path in (folder / "config.yaml", folder / ".hydra" / "config.yaml"):
         text = path.read_text(encoding="utf-8")
         text = text.replace("parallel:\n", "parallel:\n  comm_hook: null\n", 1)
         text = text.replace("checkpoint:\n", "checkpoint:\n  top: 1\n", 1)
         path.write_text(text, encoding="utf-8")
     assert main(f"resume={folder}") == (0, "")
-    assert "comm_hook" not in (folder / "config.yaml").read_text(encoding="utf-8")
+    path = folder / "config.yaml"
+    text = path.read_text(encoding="utf-8")
+    assert "comm_hook" not in text and "drop_rate" in load_config(folder).model.kwargs
+    path.write_text(text.replace("train:\n", "train:\n  gone: 3\n", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train\.gone"):
+        load_config(folder)

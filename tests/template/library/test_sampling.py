@@ -161,7 +161,12 @@ def augmented(world: int, epoch: int, seed: int) -> dict[int, Tensor]:
 
 
 def test_augmented_images_depend_on_seed_epoch_and_index_only() -> None:
+    """Augmentation seeds torch's global random generator for every image. Dropout uses the same
+    generator, so its state must be restored.
+    """
+    before = torch.get_rng_state()
     alone = augmented(1, 3, 7)
+    assert torch.equal(torch.get_rng_state(), before)
     assert len(alone) == 12
     for world in (1, 2, 3):
         again = augmented(world, 3, 7)
@@ -277,7 +282,7 @@ def test_ranks_read_each_sample_of_a_stream_once_and_in_order(
     assert steps == [list(range(start + at, start + at + 6)) for at in range(6 * first, 24, 6)]
 
 
-def test_stream_starts_again_in_each_epoch_and_is_refused_when_it_ends_before_its_length() -> None:
+def test_stream_starts_again_in_each_epoch_and_has_no_early_end_or_choice_of_samples() -> None:
     loader = stream_loader(Frames())
     assert loader.peek(2).target.tolist() == [0, 1]
     for epoch in (0, 1, 1):
@@ -285,19 +290,10 @@ def test_stream_starts_again_in_each_epoch_and_is_refused_when_it_ends_before_it
         assert targets == list(range(100 * epoch, 100 * epoch + 24))
     with pytest.raises(ValueError, match=r"^data\.name: .* 20 .* 26"):
         list(stream_loader(Frames(yielded=20)).epoch(0))
-
-
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [
-        ({"balance": 0.5}, "data.balance=0.5"),
-        ({"copies": 2}, "data.augment.aug_repeats=2"),
-        ({"limit": 12}, "data.limit_train=12"),
-    ],
-)
-def test_stream_refuses_keys_that_choose_samples_by_index(option: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: .*stream"):
-        stream_loader(Frames(), **option)
+    options: dict[str, Any] = {"balance": 0.5, "copies": 2, "limit": 12}
+    for option, key in zip(options, ("data.balance", "aug_repeats", "limit_train"), strict=True):
+        with pytest.raises(ValueError, match=f"{key}=.*stream"):
+            stream_loader(Frames(), **{option: options[option]})
 
 
 class Stream(Noisy):
@@ -335,18 +331,6 @@ def test_data_that_differ_in_a_second_reading_are_refused(
     setattr(dataset, name, refused())
     with pytest.raises(ValueError, match=rf"data: .*{name}"):
         check_same_data(dataset, ProcessGroup(Ranks()))
-
-
-def test_batch_fetcher_restores_torch_random_state_after_augmentation() -> None:
-    """Augmentation seeds torch's global random generator for every image. Dropout uses the same
-    generator, so its state must be restored.
-    """
-    split = Synthetic(DataConfig(image_size=16), num_samples=12).train
-    before = torch.get_rng_state()
-    BatchFetcher(
-        split, Targets(), OnImage.of(train_transform(EVERYTHING, (16, 16), resize=False)), 7
-    ).read(IndexBatch(0, np.arange(4)))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("label", [2, -1, 0.5])

@@ -63,9 +63,6 @@ def test_slurm_job_on_two_nodes_has_the_losses_and_weights_of_a_run_on_one_machi
 def test_requeued_slurm_jobs_match_an_undisturbed_run_after_sigusr1_and_a_lost_node(
     jobs: Jobs, train: Train
 ) -> None:
-    """Both jobs get SIGUSR1, the warning of the time limit, at the same time. Later both lose a
-    node.
-    """
     # Train for so many epochs that the first job is still running when the second job has started.
     long = (*LONG, "train.epochs=120")
     folders = [jobs.submit("slow", *long), jobs.submit("fast", *long, "optim.lr=0.01")]

@@ -1,13 +1,10 @@
-"""Cost of the training loop: reads of tensor values, calls per step, page faults."""
+"""Cost of the training loop: reads of tensor values, sent buffers, and model.compile."""
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-from collections import Counter
+from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,14 +12,14 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.tensorboard import SummaryWriter
 
+from src.schema import COMPILE_MODES
+from src.train.build import compile_network
 from tests.template.runs import (
     cpu_strategy,
     evaluate_batches,
     parts_of,
     resolved,
-    run_python,
     take_steps,
     task_of,
     train_run,
@@ -33,8 +30,7 @@ from timm_parallel.parallel.distributed import has_only_batch_norm_buffers
 from timm_parallel.parallel.group import share_buffers
 from timm_parallel.parallel.networks import PhaseStep
 from timm_parallel.parallel.strategy import build_strategy
-from timm_parallel.record.console import Console
-from timm_parallel.record.result import MetricsLog
+from timm_parallel.run import checkpoint
 from timm_parallel.run.parts import build_networks
 from timm_parallel.run.progress import Progress
 from timm_parallel.testing.gpu import ONLY_CUDA, error_on_waits
@@ -144,49 +140,6 @@ def test_train_precision_sets_the_float32_matmul_precision_of_torch() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def count_writes(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Train a run with one logged step, and count the calls that log, write or draw."""
-    calls: Counter[str] = Counter()
-
-    def counted(owner: Any, name: str) -> None:
-        before = getattr(owner, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            calls[f"{owner.__name__}.{name}"] += 1
-            return before(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(logging.Logger, "handle")
-    for owner in (SummaryWriter, MetricsLog, Console):
-        for name, member in vars(owner).items():
-            if isinstance(member, FunctionType) and not name.startswith("_"):
-                counted(owner, name)
-    with monkeypatch.context():
-        config = resolved(
-            "parallel=single", "parallel.accelerator=cpu", "data.batch_size=8", "data.limit_train=640",  # noqa: E501
-            f"train.max_steps={steps}", "train.epochs=1", "train.log_every=1000", "data=synthetic",
-        )  # fmt: skip
-        train_run(config, folder)
-    monkeypatch.undo()
-    return calls
-
-
-@pytest.mark.slow(seconds=2)
-def test_training_steps_between_log_steps_write_neither_logs_nor_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-    for steps in (5, 45):
-        folder = tmp_path / str(steps)
-        folder.mkdir()
-        counts.append(count_writes(steps, folder, monkeypatch))
-    few, many = counts
-    assert few["SummaryWriter.add_scalar"] > 3 and few["MetricsLog.write"] > 2
-    for name, count in many.items():
-        assert count <= few[name] + 3, f"{name}: {few[name]} calls in 5 steps, {count} in 45"
-
-
 def buffers_and_bits(ranks: Ranks, store: Any, broadcast: str) -> tuple[bool, list[float]]:
     """Train five DDP steps; return whether it sends buffers, and sums of all tensors."""
     config = resolved(
@@ -236,37 +189,6 @@ def test_has_only_batch_norm_buffers_is_false_for_a_model_with_a_custom_buffer()
     assert not has_only_batch_norm_buffers(nn.Sequential(nn.BatchNorm1d(2), other))
 
 
-FAULTS = """
-import resource, timm, torch
-from timm_parallel.parallel.cpu_tuning import keep_freed_memory
-torch.set_num_threads(1)
-keep_freed_memory()
-model = timm.create_model("resnet18", num_classes=10)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-def step():
-    model(torch.randn(16, 3, 32, 32)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-for _ in range(4):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(30):  # about ten of them need no new pages by chance
-    step()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 30)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None:
-    """Without keep_freed_memory, each of these steps causes 2,500 to 9,000 page faults."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
-    }
-    assert int(run_python("-c", FAULTS, environment=environment).stdout) < 600
-
-
 @pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("accelerator", ONLY_CUDA)
 @pytest.mark.parametrize(
@@ -279,10 +201,10 @@ def test_keep_freed_memory_limits_page_faults_to_600_per_training_step() -> None
             "data.augment.remode=const",
             "optim.clip_grad=1.0",
             "optim.clip_mode=value",
+            *("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
         ),
-        ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.mixup_mode=pair"),
     ],
-    ids=["busy_bf16", "drawn_fp16", "const_value", "pair"],
+    ids=["busy_bf16", "drawn_fp16", "const_value_pair"],
 )
 def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     options: tuple[str, ...], accelerator: str
@@ -307,3 +229,89 @@ def test_training_step_between_log_steps_does_not_wait_for_the_gpu(
     with pytest.raises(RuntimeError, match="synchroniz"), error_on_waits(accelerator):
         train(8, progress)
     assert progress.step == 8
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+COMMON = (
+    "data.batch_size=8",
+    "model.kwargs.depth=1",
+    "model.ema.decay=0.9",
+    "optim=sgd",
+    "optim.lr=0.005",
+)
+
+
+def has_compiler() -> bool:
+    # Import inside the function, because this import takes several seconds.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
+def train(ranks: Ranks, store: Any, folder: str, backend: str, *overrides: str) -> bool:
+    """Train a run, and resume it if it has one rank. Return True if torch has compiled graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        for steps in (2, 4) if ranks.world_size == 1 else (4,):
+            config = resolved(*COMMON, *overrides, f"train.max_steps={steps}")
+            train_run(config, Path(folder), ranks, store)
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [
+        # This backend differs from inductor, the default, only in that it writes no C++ code.
+        ("single", "aot_eager"),
+        pytest.param("ddp", "inductor", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_training_with_a_resume_matches_uncompiled_training(
+    tmp_path: Path, strategy: str, backend: str
+) -> None:
+    """Weights and averaged weights have equal names. Their values agree up to rounding, because a
+    compiled kernel adds numbers in another order.
+    """
+    if not has_compiler():
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    devices = 2 if strategy == "ddp" else 1
+    of_modes = []
+    for mode in ("false", "true"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        words = (f"parallel={strategy}", f"parallel.devices={devices}", f"model.compile={mode}")
+        compiled = in_ranks(train, devices, str(folder), backend, *words, timeout=600)
+        assert compiled == [mode == "true"] * devices
+        saved = checkpoint.load(folder / "checkpoints" / "last.pt")
+        assert saved["progress"]["step"] == 4
+        of_modes.append({"model": saved["model"], **saved["averages"]})
+    for part in ("model", "ema"):
+        eager, compiled_part = (of_mode[part] for of_mode in of_modes)
+        assert list(compiled_part) == list(eager)
+        for name, tensor in eager.items():
+            torch.testing.assert_close(
+                compiled_part[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{part} {name}"
+            )
+
+
+@pytest.mark.slow(seconds=1)
+def test_model_compile_mode_is_passed_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def record(model: nn.Module, **options: Any) -> nn.Module:
+        given.append(options)
+        return model
+
+    monkeypatch.setattr(torch, "compile", record)
+    model = nn.Linear(2, 2)
+    assert compile_network(model, False) is model and given == []
+    for mode in ("true", *COMPILE_MODES):
+        compile_network(model, resolved(f"model.compile={mode}").model.compile)
+    assert given == [{"mode": None}, *({"mode": mode} for mode in COMPILE_MODES)]
+    assert set(COMPILE_MODES) <= set(torch._inductor.list_mode_options())

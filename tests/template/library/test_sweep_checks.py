@@ -1,6 +1,4 @@
-"""Test checks before the first job of a sweep: the data, the values of each job, and the folders
-of a resumed sweep.
-"""
+"""Checks of a sweep before its first job, and sweeps that try settings for speed."""
 
 from __future__ import annotations
 
@@ -11,20 +9,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from src.app import app
 from tests.template.runs import draw_images, tiny
-from timm_parallel.data.build import check_data
+from timm_parallel.data.build import check_data, training_size
 from timm_parallel.entry import run_command
 from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import run_multirun
 from timm_parallel.lab.sweep.sweep import Sweep
+from timm_parallel.machine import hardware
+from timm_parallel.patches import hydra_parser
 from timm_parallel.record.result import Jobs, Result, read_jobs, write_result
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import parse
+from timm_parallel.testing.report_sweeps import Sweep as Folder
+from timm_parallel.testing.report_sweeps import findings, read
 
 SMALL = (
     "-m",
@@ -33,9 +36,6 @@ SMALL = (
     "parallel=single",
     "parallel.threads_per_device=1",
 )
-
-
-# The next tests check that invalid command lines are refused.
 
 
 def test_sweep_is_refused_before_its_first_job_when_one_swept_data_root_is_missing(
@@ -96,25 +96,6 @@ def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twic
     assert [text for text in named if text not in line] == [], line
 
 
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("model=resnet50", "model.name=resnet50"),
-        ("model=tinny", "did you mean tiny"),
-        ("optim.betas=[0.9,0.95]", "+optim.kwargs.betas"),
-        ("model.drop_path_rate=0.1", "+model.kwargs.drop_path_rate"),
-        ("optim.weigth_decay=0.1", "did you mean optim.weight_decay"),
-    ],
-)
-def test_error_suggests_the_intended_override_when_a_key_or_option_is_unknown(
-    refuse: Refuse, word: str, named: str
-) -> None:
-    assert named in refuse(word)
-
-
-# The next test interrupts a sweep before its first job.
-
-
 def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,9 +128,6 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
     assert written and not folder.exists()
     assert len((out + err).splitlines()) == 1
     assert "SIGTERM" in err
-
-
-# The next tests resume a sweep whose folder was changed.
 
 
 @pytest.fixture
@@ -246,7 +224,11 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     from scripts import report
 
     folder = tmp_path / "sweep"
-    start_and_stop(folder)
+    # The sweep was stopped with one finished job and one waiting job.
+    sweep = Folder(folder)
+    sweep.add("single", 1)
+    (sweep.add("ddp", 2) / "result.json").unlink()
+    sweep.write()
     path = folder / "jobs.json"
     path.write_text(path.read_text()[:-100])
     with pytest.raises(ValueError, match="damaged") as refused:
@@ -259,23 +241,147 @@ def test_error_on_a_truncated_jobs_json_has_a_command_that_writes_the_report(
     assert (folder / "report.html").exists()
 
 
-# The functions below write and read the folders for these tests.
-
-
-def start_and_stop(folder: Path) -> None:
-    """Write the folder of a sweep that was stopped with one finished job and one waiting job."""
-    from timm_parallel.testing.report_sweeps import Sweep as Folder
-
-    sweep = Folder(folder)
-    sweep.add("single", 1)
-    waiting = sweep.add("ddp", 2)
-    (waiting / "result.json").unlink()
-    sweep.write()
-
-
 def files_of(folder: Path) -> dict[str, str]:
     """Read the config files in the folder of a job that has not started. Return a dictionary
     from file name to text.
     """
     names = ("config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml")
     return {name: (folder / name).read_text() for name in names}
+
+
+SHORT = (
+    "experiment=tune",
+    "model=tiny",
+    "parallel=single",
+    "parallel.accelerator=cpu",
+    "train.max_steps=4",
+)
+
+
+def tuned(
+    folder: Path, speeds: dict[str, list[float]], flags: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Write the report on a tuning, and return its headline result. `speeds` is a dictionary
+    from overrides, separated by spaces, to images/s per repeat.
+    """
+    sweep = Folder(folder)
+    for text, values in speeds.items():
+        overrides = dict(word.partition("=")[::2] for word in text.split())
+        config: dict[str, Any] = {
+            "train": {"precision": "fp32", "max_steps": 40, "evaluate_every": 0},
+            "model": {
+                "name": "resnet18",
+                "kwargs": {},
+                "channels_last": "model.channels_last" in overrides,
+            },
+            "sweep": {"tune": ["train.precision=bf16"], "smallest_difference": 0.03},
+        }
+        config["train"]["precision"] = overrides.get("train.precision", "fp32")
+        for block, speed in enumerate(values):
+            sweep.add(
+                "single", 1, speed, block=block, config={**config, "seed": block}, flags=list(flags)
+            )
+            sweep.jobs[-1]["overrides"] = [
+                "experiment=tune",
+                "data.workers=0",
+                "train.max_steps=40",
+                *text.split(),
+            ]
+    report = read(sweep.write())[2]
+    lead: dict[str, Any] = report["lead"]
+    return lead
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
+    tmp_path: Path,
+) -> None:
+    both = "train.precision=bf16 model.channels_last=true"
+    speeds: dict[str, list[float]] = {
+        "": [100, 102, 101],
+        "model.channels_last=true": [111, 113, 110],
+        both: [150, 152, 153],
+    }
+    lead = tuned(tmp_path / "sweep", speeds)
+    assert (
+        lead["command"]
+        == "python train.py data.workers=0 train.precision=bf16 model.channels_last=true"
+    )
+    assert lead["contrast"]["ratio"] == pytest.approx(1.502, abs=0.005)
+    assert lead["contrast"]["low"] < 1.5 < lead["contrast"]["high"]
+    better = findings(lead)["better"]
+    labels = (better["setting"]["label"], better["baseline"]["label"])
+    # The label of a setting has only what it changes.
+    assert labels == (", ".join(sorted(both.split())), "the current settings")
+    assert "images/s is 1.50 × as high" in lead["sentence"]
+    assert lead["value"] == pytest.approx(151.7, abs=0.1)
+
+
+@pytest.mark.usefixtures("without_plots")
+@pytest.mark.parametrize(
+    ("speeds", "kind"),
+    [
+        # The speeds vary so much that the comparison is inconclusive.
+        (([100, 120, 90], [110, 100, 130]), "best_mean"),
+        # The current settings are shown to be the fastest.
+        (([100, 101, 100], [90, 91, 90]), "better"),
+        # The gain of 1 % is below sweep.smallest_difference.
+        (([100, 100.1, 100], [101, 101.1, 101]), "best_mean"),
+        (([100], [150]), "too_few_repeats"),
+        (([100, 101, 100], []), "only_setting"),
+        (([100, 101, 100], [150, 151, 150]), "disturbed"),
+    ],
+)
+def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
+    tmp_path: Path, speeds: tuple[list[float], list[float]], kind: str
+) -> None:
+    current, changed = speeds
+    flags = ("other programs kept 1.0 of 2 processors busy",) if kind == "disturbed" else ()
+    lead = tuned(tmp_path / "sweep", {"": current, "train.precision=bf16": changed}, flags)
+    assert lead["findings"][0]["kind"] == kind
+    assert lead["sentence"] and not lead["command"] and lead["point"] is None
+
+
+def tune(*overrides: str) -> int:
+    return run_multirun(
+        hydra_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
+    )
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("seed=1,2",), "sweep.tune"),
+        (("sweep.jobs=2",), "sweep.jobs"),
+        (("search=optuna",), r"search="),
+        (("train.evaluate_every=1",), "train.evaluate_every"),
+        (("sweep.tune=['train.precision=fp32']",), r"sweep\.tune=\['train\.precision=fp32'\]"),
+        (("sweep.tune=['train.precission=bf16']",), r"sweep\.tune: train\.precission=bf16: "),
+        (("cluster=slurm",), "cluster"),
+    ],
+)
+def test_sweep_tune_is_refused_together_with_seeds_concurrent_jobs_a_search_or_slurm(
+    tmp_path: Path, overrides: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ValueError, match=key):
+        tune(f"hydra.sweep.dir={tmp_path}/sweep", *overrides)
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow(seconds=1)
+def test_speed_tuning_repeats_each_new_setting_but_no_thread_count_above_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sweep, "run", lambda self: 0)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    new = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
+    tried = [*new, new[0], "train.precision=fp32", "parallel.threads_per_device=4"]
+    folder = tmp_path / "sweep"
+    assert tune(f"sweep.tune={tried}", "sweep.repeats=2", f"hydra.sweep.dir={folder}") == 0
+    jobs = read_jobs(folder).jobs
+    assert sorted((job.name, job.block) for job in jobs) == sorted(
+        (name, block)
+        for name in ("current settings", *(text.replace(" ", ",") for text in new))
+        for block in range(2)
+    )

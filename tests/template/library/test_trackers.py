@@ -32,6 +32,7 @@ from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers
+from timm_parallel.trackers.tensorboard import TensorBoard
 from timm_parallel.trackers.tracker import Channel, Tracker
 
 SHORT = (
@@ -240,6 +241,8 @@ def test_tracker_keeps_its_run_id_in_the_run_folder_and_names_a_sweep_after_task
     assert job.sweep is None
     (sweep / "jobs.json").write_text("{}")
     assert job.sweep == "flowers 2026-01-01 12-00-00"
+    view = TensorBoard(ResolvedConfig(), tmp_path / "my runs", 0).view
+    assert view == f"tensorboard --logdir '{tmp_path}/my runs'"
 
 
 def set_installed(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
@@ -395,16 +398,13 @@ CURVES = {
 }
 
 
-@pytest.fixture(scope="module")
-def events(finished_run: Finished) -> EventAccumulator:
-    sizes = {"scalars": 0, "images": 0, "tensors": 0}
-    return EventAccumulator(str(finished_run.folder / "tensorboard"), sizes).Reload()
-
-
 @pytest.mark.processes
-def test_tensorboard_event_file_has_curves_images_confusion_matrix_config_and_hparams(
-    finished_run: Finished, events: EventAccumulator
+def test_tensorboard_has_all_that_a_run_recorded_and_metrics_jsonl_and_result_json_its_values(
+    finished_run: Finished,
 ) -> None:
+    sizes = {"scalars": 0, "images": 0, "tensors": 0}
+    folder = finished_run.folder / "tensorboard"
+    events = EventAccumulator(str(folder), sizes).Reload()
     tags = events.Tags()
     assert {*tags["scalars"]} >= CURVES
     assert any(tag.startswith("memory/") for tag in tags["scalars"])
@@ -412,13 +412,7 @@ def test_tensorboard_event_file_has_curves_images_confusion_matrix_config_and_hp
     assert any("confusion" in tag for tag in tags["images"]), tags["images"]
     assert any("config" in tag for tag in tags["tensors"]), tags["tensors"]
     assert "hparams" in {data.plugin_data.plugin_name for data in events.summary_metadata.values()}
-    assert len(list((finished_run.folder / "tensorboard").rglob("events.out.tfevents.*"))) == 1
-
-
-@pytest.mark.processes
-def test_metrics_jsonl_has_the_values_of_tensorboard_and_the_last_ones_of_result_json(
-    finished_run: Finished, events: EventAccumulator
-) -> None:
+    assert len(list(folder.rglob("events.out.tfevents.*"))) == 1
     for tag in ("train/loss", "val/acc"):
         written = [(line["step"], line[tag]) for line in finished_run.metrics if tag in line]
         drawn = [(event.step, event.value) for event in events.Scalars(tag)]
@@ -445,10 +439,3 @@ def test_stdout_redirected_to_a_file_has_one_line_per_epoch_and_no_control_codes
     assert names[-4:] == ["folder", "metrics", "speed", "curves"]
     assert f"tensorboard --logdir {finished_run.folder}" in finished_run.stdout.splitlines()[-1]
     assert finished_run.stderr == ""
-
-
-def test_printed_tensorboard_command_quotes_a_folder_name_with_a_space(tmp_path: Path) -> None:
-    from timm_parallel.trackers.tensorboard import TensorBoard
-
-    folder = tmp_path / "my runs"
-    assert TensorBoard(ResolvedConfig(), folder, 0).view == f"tensorboard --logdir '{folder}'"

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from scripts.verdict import main
+from tests.template.repositories import NEEDS_GIT, git, make_template
 from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
@@ -57,7 +58,6 @@ from timm_parallel.record.result import read_jobs
 
 ROOT = root()
 ACCURACIES = (0.701, 0.698, 0.705, 0.695, 0.702, 0.699)
-NO_GIT = shutil.which("git") is None
 
 
 def record_of(code: str, block: int, value: float | None, **changes: Any) -> RunRecord:
@@ -160,13 +160,16 @@ def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_
     assert finding.numbers["contrast"]["detectable"] == contrast.detectable
 
 
-def test_verdict_does_not_decide_before_the_fourth_pair() -> None:
+def test_verdict_decides_at_the_fourth_pair_if_all_seeds_agree_and_not_before() -> None:
     for pairs in range(1, FIRST):
         verdict = verdict_on(runs_of(ACCURACIES[:pairs], shifted(0.1)[:pairs]))
         assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, True)
         assert verdict.contrasts[METRIC].low is None
     runs = runs_of(ACCURACIES[:FIRST], shifted(0.1)[:FIRST])
     assert (verdict_on(runs).word, verdict_on(runs).is_open) == (BETTER, False)
+    same = verdict_on(runs_of(ACCURACIES[:FIRST], ACCURACIES[:FIRST]))
+    assert (same.word, same.is_open) == (NO_DIFFERENCE, False)
+    assert same.contrasts[METRIC].effect == 0.0
 
 
 def test_verdict_goes_on_while_a_difference_may_be_shown_and_stops_when_it_is_unlikely() -> None:
@@ -191,15 +194,6 @@ def test_verdict_is_equal_when_the_whole_interval_is_within_sweep_smallest(
     assert verdict.word == word
     low, high = verdict.contrasts[METRIC].interval
     assert (max(-low, high) <= smallest / 100) == (word == EQUAL)
-
-
-def test_verdict_on_code_that_computes_the_same_stops_after_four_pairs_without_a_difference() -> (
-    None
-):
-    values = (0.13611, 0.1358, 0.1337, 0.1402)
-    verdict = verdict_on(runs_of(values, values))
-    assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
-    assert verdict.contrasts[METRIC].effect == 0.0
 
 
 def test_verdict_on_speed_is_equal_within_percent_of_base() -> None:
@@ -288,14 +282,11 @@ def slower(**changes: Any) -> list[RunRecord]:
     ]
 
 
-def test_slower_code_with_equal_accuracy_is_worse_only_in_a_verdict_on_speed() -> None:
+def test_slower_code_is_worse_only_in_a_verdict_on_speed_of_runs_that_were_alone() -> None:
     verdict = verdict_on(slower())
     assert verdict.word == NO_DIFFERENCE
     assert words_of(verdict)[SPEED] == WORSE
     assert verdict_on(slower(), on=SPEED).word == WORSE
-
-
-def test_verdict_does_not_compare_the_speed_of_concurrent_runs() -> None:
     verdict = verdict_on(slower(result={"neighbours": 1}), on=SPEED)
     assert verdict.contrasts[SPEED].effect is None
     assert verdict.findings == (Finding("not_measured", {"measure": SPEED}),)
@@ -359,12 +350,6 @@ result["metrics"] = kinds
 """  # noqa: E501
 
 
-def git(folder: Path, *words: str) -> str:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    command = ["git", "-C", str(folder), *identity, *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def write_settings(folder: Path, **settings: Any) -> None:
     (folder / "settings.json").write_text(json.dumps({"accuracy": 0.7, **settings}))
 
@@ -374,8 +359,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_plots: N
     """Create a git repository with one commit. The verdict uses this repository instead of the
     project.
     """
-    if NO_GIT:
-        pytest.skip("needs git")
     folder = tmp_path / "repository"
     (folder / "conf/local").mkdir(parents=True)
     (folder / "train.py").write_text(TRAIN)
@@ -593,24 +576,21 @@ def test_verdict_is_refused_when_the_code_of_the_metric_has_changed(
 
 
 @pytest.mark.slow(seconds=1)
-def test_verdict_on_versions_with_different_images_is_refused_after_the_first_repeat(
-    repository: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"images": "others"}, "data.val"),
+        ({"stop": "data.root=x: no such folder"}, "head: train.py: data.root=x: no such folder"),
+    ],
+)
+def test_verdict_ends_in_its_first_repeat_when_images_differ_or_a_version_refuses_its_job(
+    repository: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str], part: str
 ) -> None:
-    write_settings(repository, images="others")
+    write_settings(repository, **settings)
     code, values = run(capsys)
     assert (code, values["verdict"]) == (2, REFUSED)
-    assert "data.val" in values["sentence"]
-    assert sum(job.status == "done" for job in read_jobs(Path(values["sweep"])).jobs) == 2
-
-
-@pytest.mark.slow(seconds=1)
-def test_verdict_ends_with_the_message_of_train_py_when_a_version_refuses_its_job(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_settings(repository, stop="data.root=x: no such folder")
-    code, values = run(capsys)
-    assert code == 2
-    assert "head: train.py: data.root=x: no such folder" in values["sentence"]
+    assert part in values["sentence"]
+    assert sum(job.status == "done" for job in read_jobs(Path(values["sweep"])).jobs) <= 2
 
 
 @pytest.mark.slow(seconds=8)
@@ -697,22 +677,14 @@ def test_train_py_with_sweep_resume_continues_a_verdict_and_the_checkpoint_of_it
     assert facts["words"] == [f"resume='{stopped.resolve()}'"]
 
 
+@NEEDS_GIT
 @pytest.mark.slow(seconds=120)
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_verdict_on_this_project_is_worse_when_the_learning_rate_is_100_times_smaller(
     tmp_path: Path,
 ) -> None:
-    if NO_GIT or not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout")
-    copy = tmp_path / "project"
-    for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    git(copy, "init", "-q", "-b", "main")
-    git(copy, "add", ".")
-    git(copy, "commit", "-q", "-m", "First")
+    copy = make_template(tmp_path / "project")
     path = copy / "conf/experiment/digits_resnet10t.yaml"
     path.write_text(path.read_text().replace("lr: 3e-3", "lr: 3e-5"))
     before = bytes_of(copy)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,19 +65,6 @@ def start(server: WarmServer, folder: Path, **variables: str) -> ForkedJob:
     return server.start(folder, {**with_project_on_path(os.environ), **variables}, [])
 
 
-def wait_until(condition: Callable[[], Any], server: WarmServer, seconds: float = 120) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        server.update()
-        assert time.monotonic() < until, "too late"
-        time.sleep(0.02)
-
-
-def trains(folder: Path) -> bool:
-    log = folder / "metrics.jsonl"
-    return log.exists() and log.stat().st_size > 0
-
-
 @pytest.mark.slow(seconds=15)
 def test_job_forked_by_the_warm_server_has_results_and_environment_of_a_new_process(
     tmp_path: Path, shared_server: WarmServer, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +98,11 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     folder, core = frozen(tmp_path / "job", *words), min(os.sched_getaffinity(0))
     before = time.time()
     job = shared_server.start(folder, with_project_on_path(os.environ), [core])
-    wait_until(lambda: trains(folder), shared_server)
+    log, until = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size):
+        shared_server.update()
+        assert time.monotonic() < until
+        time.sleep(0.02)
     launcher = psutil.Process(int(Path(folder / ".lock").read_text().split()[1]))
     [rank] = launcher.children()
     assert {os.getsid(launcher.pid), os.getsid(rank.pid)} == {launcher.pid}
@@ -279,14 +270,6 @@ def test_forked_rank_that_got_no_job_ends_when_the_with_block_ends(tmp_path: Pat
         os.kill(forked.pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(forked.pid, 0)
-
-
-@pytest.mark.parametrize(("ending", "code"), [("3", 3), ("sys.exit(4)", 4), ("1 / 0", 1)])
-def test_forked_process_exits_with_the_exit_code_of_its_function(ending: str, code: int) -> None:
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(lambda: eval(ending))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
 @pytest.mark.slow(seconds=4)

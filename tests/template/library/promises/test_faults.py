@@ -1,14 +1,9 @@
 """Tests that a failing or stalled rank, or a full disk, ends the run promptly. The error names the
-rank, and no process remains.
-
-COMMANDS lists the combinations of launcher, strategy, world size and fault that are tested in new
-processes. WARM lists combinations that are tested in forked ranks. The faults are injected into
-real ranks by faulty/sitecustomize.py.
+rank, and no process remains. faulty/sitecustomize.py injects the faults into real ranks.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
@@ -19,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.template.runs import ROOT, resolved
+from tests.template.runs import FAULTY, fault_environment, resolved
 from timm_parallel.faults.failure import RankExits, first_failure
 from timm_parallel.launch import job
 from timm_parallel.machine.files import is_locked
@@ -30,7 +25,6 @@ from timm_parallel.testing.configs import read_lines
 from timm_parallel.testing.ranks import warm_ranks
 
 pytestmark = pytest.mark.processes
-FAULTY = ROOT / "timm_parallel" / "tests" / "promises" / "faulty"
 # Longest allowed time in seconds between a fault and the end of the run. If only the watchdog
 # detects the fault, the time starts with the alarm of the watchdog.
 PROMPT = 15.0
@@ -52,6 +46,10 @@ class Fault:
     # False if the error names the rank only when train.py starts the ranks. Under torchrun, the
     # exit codes of the ranks are not visible to this project.
     named: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.rank}:{self.step}:{self.phase}"
 
 
 STALLED = "rank {rank} made no progress for 3 s, last seen in {phase} of step {step}"
@@ -106,9 +104,6 @@ WARM = [
     ("dp", 2, "stalls"),
     ("single", 1, "no_memory"),
 ]
-# Combinations of strategy, number of ranks and fault that are not marked as slow. One is enough,
-# because test_ends.py has quick tests of other failures.
-QUICK = {("ddp", 2, "stalls_reading")}
 
 
 @dataclass
@@ -136,16 +131,6 @@ def fitted(fault: Fault, strategy: str, devices: int) -> Fault:
     )
 
 
-def fault_environment(fault: Fault, mark: Path) -> dict[str, str]:
-    """Build the environment variables that let faulty/sitecustomize.py inject the fault."""
-    where = f"{fault.kind}:{fault.rank}:{fault.step}:{fault.phase}"
-    return {
-        "FAULT": where,
-        "FAULT_MARK": str(mark),
-        "PYTHONPATH": os.pathsep.join([str(FAULTY), str(ROOT)]),
-    }
-
-
 def overrides_of(strategy: str, devices: int, form: str = "python") -> tuple[str, ...]:
     overrides = (f"parallel={strategy}", f"parallel.timeout={SILENCE}", "train.log_every=2")
     return overrides if form == "torchrun" else (*overrides, f"parallel.devices={devices}")
@@ -156,7 +141,9 @@ def run_with(
 ) -> FaultyRun:
     fault, mark = fitted(fault, strategy, devices), train.base / "mark"
     overrides = (*overrides_of(strategy, devices, form), *more)
-    done = train(*overrides, form=form, ranks=devices, environment=fault_environment(fault, mark))
+    done = train(
+        *overrides, form=form, ranks=devices, environment=fault_environment(fault.text, mark)
+    )
     return FaultyRun(
         done.returncode, done.stderr, done.folder, fault, time.time() - fault_time(mark)
     )
@@ -201,7 +188,11 @@ def test_crash_or_stall_of_a_rank_ends_the_run_promptly_and_error_names_the_rank
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "name"),
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in WARM],
+    # Not all are slow. test_ends.py has quick tests of other failures.
+    [
+        pytest.param(*row, marks=() if row[2] == "stalls_reading" else pytest.mark.slow)
+        for row in WARM
+    ],
 )
 @pytest.mark.slow(seconds=7)
 @pytest.mark.sample(24)
@@ -215,7 +206,9 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
 ) -> None:
     fault, mark = fitted(FAULTS[name], strategy, devices), tmp_path / "mark"
     ranks = partial(
-        warm_ranks, environment=fault_environment(fault, mark), first=FAULTY / "sitecustomize.py"
+        warm_ranks,
+        environment=fault_environment(fault.text, mark),
+        first=FAULTY / "sitecustomize.py",
     )
     monkeypatch.setattr(job, "run_ranks", ranks)
     code = job.run_job(resolved(*overrides_of(strategy, devices)), tmp_path / "run")
@@ -231,7 +224,7 @@ def test_error_names_rank_phase_and_step_of_a_crash_or_stall_inside_a_rank(
 @pytest.mark.parametrize("form", ["python", "torchrun"])
 @pytest.mark.sample(2)
 def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
-    train: Train, form: str, capsys: pytest.CaptureFixture[str]
+    train: Train, form: str
 ) -> None:
     restarts = ("parallel.max_restarts=1",) if form == "python" else ()
     if form == "torchrun":
@@ -249,8 +242,6 @@ def test_run_restarts_from_the_newest_checkpoint_when_a_rank_is_killed(
         ended, seconds = (run.folder / "result.json").stat().st_mtime, run.result.seconds
         first_step = ended - seconds["total"] + seconds["start_to_first_step"]
         lost = first_step - fault_time(train.base / "mark")
-        with capsys.disabled():
-            print(f"{lost:.1f} s from the fault to the first new step")
         assert 0 < lost < seconds["total"]
         assert run.result.goodput is not None
         assert 0 < run.result.goodput < 1 - lost / seconds["total"]

@@ -70,9 +70,6 @@ FILES = [
     "data: {name: evil_package.Handler}",
     # Keys that are not on the allowlist.
     "hydra: {job: {env_set: {NCCL_DEBUG: INFO}}}",
-    "hydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}",
-    "hydra: {help: {template: x}}",
-    "hydra: {launcher: {x: 1}}",
     "hydra: {sweeper: {max_batch_size: 2}}",
     "defaults: [override /hydra/job_logging: stdout]",
 ]
@@ -108,10 +105,6 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
 @pytest.mark.parametrize(
     "command",
     [
-        "+hydra.job.env_set.LD_PRELOAD=/tmp/evil.so",
-        "hydra.job.env_copy=[NOT_SET_ANYWHERE]",
-        "hydra.output_subdir=../elsewhere",
-        "++hydra.job_logging.handlers.x={class:logging.FileHandler,filename:/tmp/evil.log}",
         # Hydra's default logging uses the job name as a file name.
         "hydra.job.name=../evil",
         "hydra.job.name=${tags[0]} tags=[../evil]",
@@ -131,18 +124,9 @@ def test_hydra_searchpath_with_a_package_is_refused_without_importing_the_packag
 def test_command_line_override_that_could_run_code_or_load_a_file_is_refused(
     refuse: Refuse, command: str
 ) -> None:
-    key = command.lstrip("+").partition("=")[0]
-    assert re.split(r"[.]handlers", key)[0] in refuse(*command.split(" "))
+    assert command.lstrip("+").partition("=")[0] in refuse(*command.split(" "))
 
 
-SETTABLE = [
-    "run.dir=x",
-    "sweep.dir=x",
-    "sweep.subdir=x",
-    "job.name=a",
-    "job.chdir=false",
-    "verbose=[a]",
-]
 # Settings of Hydra that must be refused. Each has its default value, so that only the key can be
 # the reason for the refusal.
 FIXED = [
@@ -152,6 +136,7 @@ FIXED = [
     "launcher={}",
     "searchpath=[]",
     "job.env_set={}",
+    "output_subdir=.hydra",
     "mode=RUN",
     "job.num=1",
 ]
@@ -167,14 +152,12 @@ def test_hydra_override_is_refused_when_its_key_is_not_on_the_allowlist(
         assert given in line and "hydra.run.dir, hydra.sweep.dir, hydra.sweep.subdir" in line
 
 
-def test_hydra_override_is_accepted_when_the_key_is_on_the_allowlist() -> None:
-    for plus in ("", "++"):
-        compose_command(parse(*(f"{plus}hydra.{word}" for word in SETTABLE)))
-
-
-def test_hydra_section_of_a_config_file_is_accepted_when_all_keys_are_on_the_allowlist(
+def test_hydra_keys_of_the_allowlist_are_accepted_on_the_command_line_and_in_a_file(
     tmp_path: Path,
 ) -> None:
+    words = ("run.dir=x", "sweep.dir=x", "sweep.subdir=x", "job.name=a", "job.chdir=false")
+    for plus in ("", "++"):
+        compose_command(parse(*(f"{plus}hydra.{word}" for word in (*words, "verbose=[a]"))))
     text = (
         "hydra: {run: {dir: x}, sweep: {dir: y, subdir: z}, job: {name: a, chdir: false}, "
         "verbose: true, sweeper: {params: {seed: '1,2'}}}"
@@ -364,6 +347,14 @@ def unsafe_calls(source: str) -> list[str]:
     return [call for call in calls if any(re.match(pattern, call) for pattern in UNSAFE)]
 
 
+DETECTED = (
+    *("import pickle", "from marshal import loads", "eval(x)", "os.system(x)"),
+    *("torch.load(p)", "torch.load(p, weights_only=False)", "torch.load(p, weights_only=safe)"),
+    *("np.load(p)", "yaml.load(t, Loader=yaml.FullLoader)", "subprocess.run(x, shell=True)"),
+    "dist.all_gather_object(a, b)",
+)
+
+
 def test_source_file_has_no_pickle_eval_or_shell_calls() -> None:
     sources = [
         *ROOT.glob("*.py"),
@@ -374,6 +365,7 @@ def test_source_file_has_no_pickle_eval_or_shell_calls() -> None:
             if not {"tests", "testing"} & {*file.parts}
         ),
     ]
+    assert all(unsafe_calls(call) for call in DETECTED)
     found = {
         path.relative_to(ROOT).as_posix(): unsafe_calls(path.read_text(encoding="utf-8"))
         for path in sources
@@ -383,23 +375,3 @@ def test_source_file_has_no_pickle_eval_or_shell_calls() -> None:
     assert {path: calls for path, calls in found.items() if calls} == {
         "timm_parallel/lab/sweep/points.py": ["import pickle"]
     }
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from marshal import loads",
-        "torch.load(p)",
-        "torch.load(p, weights_only=False)",
-        "torch.load(p, weights_only=safe)",
-        "np.load(p)",
-        "yaml.load(t, Loader=yaml.FullLoader)",
-        "eval(x)",
-        "os.system(x)",
-        "subprocess.run(x, shell=True)",
-        "dist.all_gather_object(a, b)",
-    ],
-)
-def test_unsafe_call_check_detects_pickle_eval_and_unsafe_load_calls(source: str) -> None:
-    assert unsafe_calls(source) != []

@@ -1,14 +1,18 @@
-"""Tests that secrets stay out of files and console output."""
+"""Secrets stay out of files and output, and others cannot reach a run."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from src.app import app
@@ -19,13 +23,16 @@ from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import compose_command, hydra_files, load_config, save_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.entry import run_command
-from timm_parallel.keys import SearchConfig
+from timm_parallel.faults.failure import RankExits, failure_text
+from timm_parallel.keys import ResolvedParallel, SearchConfig
+from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.search.search import open_study
 from timm_parallel.lab.search.space import freeze_search, read_space
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
-from timm_parallel.launch import job
+from timm_parallel.launch import job, torchrun
+from timm_parallel.launch.rank import keep_compiled_code_private
 from timm_parallel.machine.files import write_json, write_text
 from timm_parallel.machine.secrets import (
     HidingFormatter,
@@ -36,6 +43,7 @@ from timm_parallel.machine.secrets import (
     mask,
     mask_code,
 )
+from timm_parallel.run import checkpoint
 from timm_parallel.testing.commands import Refuse, Train
 from timm_parallel.testing.configs import conf, parse
 from timm_parallel.testing.ranks import warm_ranks
@@ -167,7 +175,9 @@ def test_environment_reference_stays_unresolved_in_saved_yaml_and_resolves_on_lo
         load_config(tmp_path / "run")
 
 
-def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
+def test_value_is_masked_also_for_trackers_when_its_key_looks_like_a_secret(
+    tmp_path: Path,
+) -> None:
     tree = {
         "token": "abc",
         "max_tokens": 3,
@@ -176,13 +186,9 @@ def test_value_is_masked_when_its_key_looks_like_a_secret() -> None:
     hidden = {"token": "***", "max_tokens": 3}
     hidden["a"] = [{"db_password": "***"}, {"api_key": [REFERENCE, "***", None, "/etc/passwd"]}]  # type: ignore[assignment]
     assert hide_in(tree) == hidden
-
-
-def test_settings_of_a_tracker_hold_no_secrets(tmp_path: Path) -> None:
-    config = ResolvedConfig(task_name="flowers")
+    config = ResolvedConfig()
     config.data.kwargs = {"api_key": "abc", "headers": [SECRET], "size": 3}
     settings = Tracker(config, tmp_path, 0).settings
-    assert settings["task_name"] == "flowers"
     assert settings["data"]["kwargs"] == {"api_key": "***", "headers": [REFERENCE], "size": 3}
 
 
@@ -205,21 +211,20 @@ def test_optuna_study_name_holds_a_reference_instead_of_a_secret_value(tmp_path:
         ),
     ],
 )
-def test_literal_secret_is_refused_in_a_config_file(
+def test_literal_secret_is_refused_in_a_config_file_and_in_a_saved_config(
     refuse: Refuse, tmp_path: Path, text: str, named: str
 ) -> None:
     folder = conf(tmp_path / "conf", experiment__wrong=f"# @package _global_\n{text}\n")
     mode = ["-m"] if "sweeper" in text else []
-    line = refuse(*mode, "--config-dir", str(folder), "experiment=wrong")
-    assert named in line and "s3cret" not in line
-
-
-def test_literal_secret_is_refused_in_a_saved_run_config(refuse: Refuse, tmp_path: Path) -> None:
     save_config(Config(), tmp_path / "run")
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("  kwargs: {}", "  kwargs: {token: s3cretvalue}", 1))
-    line = refuse("--config-path", str(tmp_path / "run"), "--config-name", "config")
-    assert "model.kwargs.token" in line and "s3cret" not in line
+    for words, key in (
+        ((*mode, "--config-dir", str(folder), "experiment=wrong"), named),
+        (("--config-path", str(path.parent), "--config-name", "config"), "model.kwargs.token"),
+    ):
+        line = refuse(*words)
+        assert key in line and "s3cret" not in line
 
 
 SECRET_NAMES = (
@@ -344,3 +349,133 @@ def test_files_and_console_of_a_run_do_not_contain_secrets(
     shown = capsys.readouterr()
     assert "'token'" in shown.err and SECRET[:10] not in shown.out + shown.err
     assert files_with_secret(failed) == []
+
+
+CONTENTS: dict[str, Any] = {
+    "model": {},
+    "progress": {"step": 1, "epoch": 0, "best_values": {}},
+    "classes": [],
+    "made_by": {},
+}
+
+
+def test_file_and_checkpoint_writes_do_not_follow_a_symlink_at_their_temporary_name(
+    tmp_path: Path,
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".result.json.{os.getpid()}.tmp").symlink_to(victim)
+    write_text(tmp_path / "result.json", "{}")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("step_1.pt", "last.pt"):
+        (folder / f".{name}.tmp").symlink_to(victim)
+    checkpoint.save(folder, CONTENTS, step=1, keep=1, is_best=False)
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "result.json").is_symlink() and not (folder / "step_1.pt").is_symlink()
+
+
+def test_run_files_and_checkpoints_are_private_under_umask_077(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "run" / "a.json", "{}")
+        checkpoint.save(tmp_path / "run" / "checkpoints", CONTENTS, step=1, keep=1, is_best=False)
+    finally:
+        os.umask(before)
+    wrong = [path for path in (tmp_path / "run").rglob("*") if path.stat().st_mode & 0o077]
+    assert wrong == []
+
+
+ESCAPES = "\x1b[2J\x9b31m\u202e\x07"
+
+
+def test_control_characters_of_file_and_class_names_are_escaped_in_printed_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"red{ESCAPES}.png"
+    image = CheckedImage("train", 0, name, (f"c{ESCAPES}",), error="")
+    show_check(summarize([f"c{ESCAPES}"], ["train"], [image, replace(image, index=1)]))
+    record = logging.LogRecord("", logging.INFO, "", 1, f"a\n\tb {name}", None, None)
+    text = HidingFormatter("%(message)s").format(record)
+    assert text.startswith("a\n\tb red\\x1b[2J")
+    failure = failure_text(
+        {"reason": name, "traceback": None, "shows_traceback": True, "log": None}
+    )
+    for shown in (capsys.readouterr().out, text, failure, mask(name)):
+        assert "\\x1b[2J" in shown and not any(
+            character in shown for character in "\x1b\x9b\u202e\x07"
+        )
+
+
+def test_torchinductor_cache_folder_is_in_home_unless_user_sets_a_folder_outside_tmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(given: str = "") -> Path:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        if not given:
+            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        keep_compiled_code_private()
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    assert cache().is_relative_to(Path.home())
+    assert cache("/tmp/torchinductor_me").is_relative_to(Path.home())
+    assert cache("/scratch/mine") == Path("/scratch/mine")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for home in (no_home, lambda: Path("/proc/nowhere")):
+        monkeypatch.setattr(Path, "home", home)
+        private = cache()
+        assert private.parent == tmp_path and private.stat().st_mode & 0o777 == 0o700
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Return the IP addresses on which a process or its descendants listen."""
+    return {
+        connection.laddr.ip
+        for one in [process, *process.children(recursive=True)]
+        for connection in one.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_ranks_on_one_machine_listen_only_on_loopback(train: Train) -> None:
+    running = train.start(
+        "parallel=ddp", "parallel.devices=2", "train.epochs=500", "train.log_every=1"
+    )
+    running.wait_for_steps()
+    assert listening(psutil.Process(running.process.pid)) == {"127.0.0.1"}
+    worker = next(iter(running.workers().values()))
+    assert worker.environ()["GLOO_SOCKET_IFNAME"] == worker.environ()["NCCL_SOCKET_IFNAME"] == "lo"
+    assert running.signal(2).returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ({0: 143, 1: 2}, 2),
+        ({0: -15, 1: -9}, 137),
+        ({0: 143, 1: -15}, 143),
+        ({}, 0),
+    ],
+)
+def test_start_as_ranks_returns_exit_code_of_the_failed_rank_not_of_stopped_ranks(
+    monkeypatch: pytest.MonkeyPatch, codes: dict[int, int], code: int
+) -> None:
+    monkeypatch.setattr(torchrun, "run_agent", lambda *given: RankExits(exit_codes=codes))
+    parallel = ResolvedParallel(strategy="ddp", devices=2)
+    assert torchrun.start_as_ranks(parallel, "evaluate.py", []) == code
+
+
+def test_tensorboard_listens_on_loopback_with_the_documented_command(tmp_path: Path) -> None:
+    from tensorboard import program
+
+    board = program.TensorBoard()
+    board.configure(
+        argv=["tensorboard", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false"]
+    )
+    board.launch()
+    assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}

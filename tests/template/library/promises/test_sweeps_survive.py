@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from tests.template.runs import tiny
@@ -201,9 +202,13 @@ def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappear
 
 
 @pytest.mark.slow(seconds=6)
-def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ended_trials_of_a_killed_search_are_recorded_without_a_rerun_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    diverges = JOB.replace('"done"', '"not_finite" if folder.name == "0" else "done"')
+    monkeypatch.setattr(
+        child, "job_command", lambda folder: [sys.executable, "-c", diverges, str(folder)]
+    )
     tell = Search._tell
 
     def killed(search: Search, job: Job, trial: Any) -> None:
@@ -216,15 +221,22 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
         "timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder
     )
     monkeypatch.setattr(Search, "_tell", killed)
-    words = ("search=optuna", "parallel=single", "search.n_trials=3", f"hydra.sweep.dir={folder}")
+    words = ("search=optuna", "parallel=single", "search.n_trials=3", "search.max_failure_rate=1")
     with pytest.raises(KeyboardInterrupt):
-        main(*tiny(*words))
+        main(*tiny(*words, f"hydra.sweep.dir={folder}"))
     monkeypatch.setattr(Search, "_tell", tell)
-    assert statuses(folder) == ["done", "running", "waiting"]
+    assert statuses(folder) == ["not_finite", "running", "waiting"]
     for n_trials in (2, 3):
         assert main(f"sweep.resume={folder}", f"search.n_trials={n_trials}") == 0
-        assert statuses(folder) == ["done"] * n_trials
+        assert statuses(folder) == ["not_finite", "done", "done"][:n_trials]
     assert starts(folder) == [1, 1, 1]
+    trials = optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db").trials
+    assert [(trial.state.name, trial.value) for trial in trials] == [
+        ("FAIL", None),
+        *[("COMPLETE", 0.5)] * 2,
+    ]
+    shown = [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["trial 0", "not_finite"] in shown and ["trial 2", "val/acc_best 0.5000"] in shown
 
 
 def on_slurm(folder: Path, *words: str) -> int:

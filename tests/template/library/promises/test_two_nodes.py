@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import yaml
-from test_faults import FAULTS, fault_environment, fault_time
+from test_faults import FAULTS, fault_time
 
 from tests.template.cluster_commands import KUBERNETES, TORCHRUN
-from tests.template.runs import ROOT, numbers_of, run_warm, tiny
+from tests.template.runs import ROOT, fault_environment, numbers_of, run_warm, tiny
 from timm_parallel.record.result import read_result
 from timm_parallel.testing.commands import Train
 
@@ -81,6 +81,7 @@ class Nodes:
     train: Train
     names: list[str] = field(default_factory=list)
     hosts: str = ""
+    disk: str = "/mnt/disk"
 
     def __enter__(self) -> Nodes:
         self.names = [f"{name}-{os.getpid()}" for name in NAMES]
@@ -104,10 +105,6 @@ class Nodes:
                     os.kill(pid, signal.SIGKILL)
             ip("netns", "del", name)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
-
-    @property
-    def disk(self) -> str:
-        return "/mnt/disk"
 
     def cut(self, is_up: bool = False) -> None:
         ip("-n", self.names[0], "link", "set", "eth0", "up" if is_up else "down")
@@ -159,19 +156,13 @@ class Nodes:
             )
 
     def torchrun(
-        self,
-        *overrides: str,
-        options: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
+        self, *overrides: str, environment: dict[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
-        """Start the torchrun command of docs/slurm.md on each node and return both processes.
-        `options` are torchrun options that only the second node gets.
-        """
+        """Start the torchrun command of docs/slurm.md on each node and return both processes."""
         shown = [
             TORCHRUN.replace("--node-rank 0", f"--node-rank {index}").split()[1:]
             for index in range(2)
         ]
-        shown[1] = [*options, *shown[1][len(options) :]] if options else shown[1]
         torchrun = str(Path(sys.executable).parent / "torchrun")
         small = tiny(f"paths.output_dir={self.disk}", *overrides)
         return [
@@ -215,11 +206,10 @@ def test_stall_of_a_rank_on_node_1_ends_the_run_on_both_nodes_and_is_recorded_on
     nodes: Nodes, tmp_path: Path
 ) -> None:
     fault = replace(FAULTS["stalls"], step=9)
-    environment = {**fault_environment(fault, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
+    environment = {**fault_environment(fault.text, tmp_path / "mark"), "PYTHONUNBUFFERED": "1"}
     started = nodes.torchrun(*LONG, "parallel.timeout=5", environment=environment)
     codes = nodes.ended(started)
     seconds = time.time() - fault_time(tmp_path / "mark")
-    print(f"everything gone {seconds:.1f} s after the stall")
     assert 0 not in codes and seconds < 5 + PROMPT
     result = read_result(nodes.run_folder())
     assert result.status == "failed" and result.failure is not None and result.failure["rank"] == 1
@@ -275,7 +265,6 @@ def test_error_names_the_lost_node_and_the_same_torchrun_commands_resume_the_run
 
         wait_for(has_trained, nodes)
         seconds = lose(nodes, started, fault)
-        print(f"{fault}: everything gone after {seconds:.1f} s")
         assert seconds < PROMPT, fault
         result = json.loads((nodes.run_folder() / "result.json").read_text())
         assert result["status"] == "failed" and result["failure"]["rank"] == 1, result
@@ -367,13 +356,11 @@ def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     before = steps()
     job.start(0)
     wait_for(lambda: steps() > before + 2, nodes)
-    since = time.monotonic()
     # Send SIGTERM, as Kubernetes does to the pods of a drained node. SIGKILL would follow after the
     # grace period.
     job.pods[0].terminate()
     assert job.pods[0].wait(timeout=PROMPT) == 143
     assert read_result(folder).status == "interrupted"
-    print(f"drained: saved and gone after {time.monotonic() - since:.1f} s")
     job.run()
     assert numbers_of(folder) == undisturbed
     assert nodes.output(0).count("resumed from") == 2
