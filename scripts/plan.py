@@ -44,8 +44,7 @@ def main(argv: list[str]) -> int:
     if images is not None and classes is None:
         raise ValueError(f"images={images}: needs classes too, e.g. classes=1000")
 
-    from src.commands.plan import plan
-    from timm_parallel.lab import show_plan
+    from src.commands.plan import plan, show_plan
 
     plans = plan(
         arguments.overrides, arguments.devices, None if images is None else (images, classes)

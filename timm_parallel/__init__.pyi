@@ -54,6 +54,7 @@ from timm_parallel.model.checks import refuse_failed_download as refuse_failed_d
 from timm_parallel.parallel.networks import Networks as Networks
 from timm_parallel.parallel.networks import autocast as autocast
 from timm_parallel.model.checks import check_networks as check_networks
+from timm_parallel.model.flops import measure_step as measure_step
 from timm_parallel.model.freeze import freeze as freeze
 from timm_parallel.model.freeze import head_names as head_names
 

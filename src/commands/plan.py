@@ -11,7 +11,9 @@ import copy
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+import pandas as pd
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -35,10 +37,10 @@ from timm_parallel import (
     compose,
     freeze,
     load_dataset,
+    measure_step,
     resolve,
     stretched,
 )
-from timm_parallel.lab import Plan, measure_step
 
 log = logging.getLogger(__name__)
 # Number of images per device below which BatchNorm's noisy statistics raise the error of a model
@@ -48,6 +50,50 @@ UNKNOWN = (
     "FLOPs and memory are unknown, because the losses of the task do not work on tensors without "
     "values; train a few steps instead (train.max_steps=3)"
 )
+
+
+COLUMNS = (
+    "devices",
+    "batch",
+    "per device",
+    "images/device",
+    "dropped",
+    "steps",
+    "lr",
+    "GFLOP/step",
+    "MiB/device",
+)
+
+
+@dataclass
+class Plan:
+    """Sizes and steps of a run on a number of devices. If the run is not possible, only `reason` is
+    set.
+    """
+
+    devices: int
+    reason: str = ""
+    strategy: str = ""
+    # Number of images of all devices in one batch.
+    batch_size: int = 0
+    # Number of images that one device gets of a batch. If the parts differ, the largest counts.
+    batch_size_per_device: int = 0
+    # Number of images of the training split.
+    images: int = 0
+    # Number of images that one device processes in an epoch.
+    images_per_device: int = 0
+    dropped_per_epoch: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    # Highest learning rate of the schedule.
+    learning_rate: float = 0.0
+    parameters: int = 0
+    # Operations of the forward and backward pass on all devices. A multiply-add counts as 2. None:
+    # the losses need values of tensors, which a plan does not have.
+    flops_per_step: int | None = None
+    # Estimated memory of the tensors on one device. None: as above.
+    bytes_per_device: int | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 class Sizes(ImageDataset):
@@ -242,3 +288,31 @@ def _warnings(config: Config, model: nn.Module, chunk: int) -> Iterator[str]:
             "model.grad_checkpointing=true: the memory does not include the inputs of the "
             "blocks, which are kept"
         )
+
+
+def show_plan(plans: list[Plan]) -> None:
+    """Print a table with a row per number of devices: batches, steps, learning rate, FLOPs and
+    memory of a run. Warnings follow below the table.
+    """
+    possible = [row for row in plans if not row.reason]
+    if possible:
+        print(pd.DataFrame(map(_cells, possible), columns=COLUMNS).to_string(index=False))
+        parameters = f"{possible[0].parameters:,} parameters"
+        print(f"{parameters}; memory of tensors, without libraries and caches")
+    for row in plans:
+        if row.reason:
+            print(f"{row.devices} devices: cannot run: {row.reason}")
+        for warning in row.warnings:
+            print(f"{row.devices} devices: {warning}")
+
+
+def _cells(row: Plan) -> list[str]:
+    counts = (row.batch_size, row.batch_size_per_device, row.images_per_device)
+    return [
+        f"{row.devices} {row.strategy}",
+        *map(str, (*counts, row.dropped_per_epoch)),
+        f"{row.steps} = {row.steps / row.steps_per_epoch:g} x {row.steps_per_epoch}",
+        f"{row.learning_rate:g}",
+        "unknown" if row.flops_per_step is None else f"{row.flops_per_step / 1e9:.4g}",
+        "unknown" if row.bytes_per_device is None else f"{row.bytes_per_device / 2**20:,.1f}",
+    ]

@@ -6,11 +6,6 @@ from timm_parallel.lab.verdict.verdict import resume_verdict as resume_verdict
 from timm_parallel.lab.reproduce import reproduce_run as reproduce_run
 from timm_parallel.lab.run_list import show_runs as show_runs
 
-# Plans
-from timm_parallel.lab.plan import Plan as Plan
-from timm_parallel.lab.plan import measure_step as measure_step
-from timm_parallel.lab.plan import show_plan as show_plan
-
 # Checks of data and machine
 from timm_parallel.lab.image_check import check_images as check_images
 from timm_parallel.lab.image_check import show_check as show_check

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 if TYPE_CHECKING:
     from timm_parallel.batch import Batch
+    from timm_parallel.keys import ResolvedParallel
+    from timm_parallel.parallel.networks import Networks
     from timm_parallel.task import Task
 
 
@@ -106,3 +109,52 @@ def saved_for_backward(excluding: list[Tensor]) -> Iterator[dict[int, torch.Unty
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
+
+
+def measure_step(
+    parallel: ResolvedParallel,
+    task: Task[Any],
+    networks: Networks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Batch,
+    averaged: Sequence[nn.Module],
+) -> tuple[int, int]:
+    """Measure the FLOPs and the memory of one training step of one device, on fake tensors. Return
+    (FLOPs of the forward and backward passes, bytes of the tensors at the end of the forward pass
+    of the largest phase).
+
+    Memory is highest there. Under dp, the bytes are those of device 0, which needs the most. Whole
+    blocks that fsdp gathers, and copies of gradients for ddp, are not counted.
+
+    `optimizers`: one for each phase of the task. `batch`: that of one device. `averaged`: networks
+    of which the run keeps an average besides those of the task.
+    """
+    networks.train()
+    weights = [*networks.parameters(), *networks.buffers()]
+    averages = [t for module in averaged for t in (*module.parameters(), *module.buffers())]
+    fields = [field for field in tree_leaves(batch.fields) if isinstance(field, Tensor)]
+    flops = activations = gradients = 0
+    for phase, optimizer in zip(task.phases, optimizers, strict=True):
+
+        def loss(phase: str = phase) -> Tensor:
+            return task.losses(networks, batch, phase)[0].sum()
+
+        of_phase = step_costs(loss, excluding=[*weights, *fields])
+        flops, activations = flops + of_phase[0], max(activations, of_phase[1])
+        optimizer.step()
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = max(gradients, _size(p.grad for p in own if p.grad is not None))
+    states = (
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    parts = parallel.devices if parallel.traits.shards else 1
+    kept = _size(weights) + gradients + _size(states) + _size(averages)
+    return flops, kept // parts + activations + _size(fields)
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -23,7 +23,6 @@ from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.multirun import show_points
-from timm_parallel.lab.plan import show_plan
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
@@ -165,10 +164,8 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
         for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
     ]
     show_points(shown, SweepConfig(), lambda data: None)
-    refused = SimpleNamespace(devices=2, reason="a:b:c [/x]", warnings=[])
-    show_plan([refused])  # type: ignore[list-item]
     output = capsys.readouterr().out
-    assert output.count("a:b:c") == 3 and output.count("[/x]") == 3, output
+    assert output.count("a:b:c") == 2 and output.count("[/x]") == 2, output
 
 
 def test_overfit_preset_turns_label_smoothing_and_every_augmentation_off() -> None:

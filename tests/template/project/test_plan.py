@@ -11,10 +11,9 @@ from torch import nn
 from torch.profiler import profile
 
 from scripts import plan as plan_script
-from src.commands.plan import UNKNOWN, plan
+from src.commands.plan import UNKNOWN, Plan, plan
 from tests.template.runs import TINY, parts_of, resolved, task_of
 from timm_parallel.batch import Batch, stretched
-from timm_parallel.lab.plan import Plan
 from timm_parallel.model.flops import count_flops
 from timm_parallel.parallel.networks import Networks
 
