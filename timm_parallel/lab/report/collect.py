@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from timm_parallel.record.result import VERDICT, Job, read_jobs, read_metrics, r
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def collect(folders: list[Path]) -> list[RunRecord]:
+def collect(folders: Sequence[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
     folder is neither a run nor a sweep, or if it cannot be read.
     """

@@ -42,12 +42,11 @@ PLOTS = "report_plots"
 Drawn = dict[Group, list[plots.Plot]]
 
 
-def compare(runs: list[RunRecord], folders: Sequence[Path]) -> Report:
-    """Group and compare runs, and return the contents of the report.
-
-    `folders`: sweep folders or run folders from which the runs were read. In a sweep folder,
-    jobs.json and verdict.json are read too.
+def compare(folders: Sequence[Path]) -> Report:
+    """Read sweep folders and run folders, group and compare the runs, and return the contents of
+    the report. Raises ValueError if a folder cannot be read.
     """
+    runs = collect(folders)
     # If the sweeps set different values of sweep.smallest_difference, use the largest.
     limits = (as_number(run.config.get("sweep.smallest_difference")) for run in runs)
     smallest = max(filter(None, limits), default=SMALLEST_DIFFERENCE)
@@ -87,7 +86,7 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
     `out`: folder of the report, by default the first of `sweep_folders`. Raises ValueError for any
     other folder, or if a folder cannot be read.
     """
-    runs = collect(sweep_folders)
+    report = compare(sweep_folders)
     out = Path(os.path.realpath(out or sweep_folders[0]))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -95,11 +94,10 @@ def write_report(sweep_folders: list[Path], out: Path | None = None) -> Path:
         raise ValueError(
             f"out={out}: cannot be created ({error.strerror}); give another folder"
         ) from None
-    report = compare(runs, sweep_folders)
     write_json(out / "report.json", plain(report, out))
     # Use dtype=object, because pandas would otherwise write counts such as 2 as 2.0 if a value is
     # missing.
-    rows = pd.DataFrame([row(run, out) for run in runs], dtype=object)
+    rows = pd.DataFrame([row(run, out) for run in report.runs], dtype=object)
     write_text(out / "report.csv", rows.to_csv(index=False, lineterminator="\n"))
     drawn = _draw(report, out / PLOTS)
     for kind in ("md", "html"):

@@ -135,12 +135,11 @@ class Sweep(Runner):
         """Return the numbers of the configurations that need another repeat, and of their
         baseline.
         """
-        from timm_parallel.lab.report.collect import collect
         from timm_parallel.lab.report.report import compare
 
         settings = [
             setting
-            for group in compare(collect([self.jobs.folder]), [self.jobs.folder]).settings
+            for group in compare([self.jobs.folder]).settings
             if group.undecided
             for setting in (group.named(group.baseline), *group.undecided)
         ]

@@ -137,7 +137,7 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
 
 def _judge(folder: Path) -> Verdict:
     """Compare the runs of a verdict so far."""
-    verdict = compare(collect([folder]), [folder]).verdict
+    verdict = compare([folder]).verdict
     assert verdict is not None
     return verdict
 
