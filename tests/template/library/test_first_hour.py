@@ -180,7 +180,7 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
         Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)
         for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
     ]
-    show_points(shown, SweepConfig(), lambda data: None)
+    show_points(shown, SweepConfig())
     refused = SimpleNamespace(devices=2, reason="a:b:c [/x]", warnings=[])
     show_plan([refused])  # type: ignore[list-item]
     output = capsys.readouterr().out

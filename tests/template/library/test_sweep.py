@@ -120,7 +120,7 @@ def test_sweep_dry_run_counts_the_runs_of_all_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.slow(seconds=2)
 def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes: list[object] = []
 
@@ -128,21 +128,16 @@ def test_sweep_dry_run_lists_only_overrides_that_vary_between_jobs(
         sizes.append(data)
         return 1280
 
-    on_cpu = "parallel.accelerator=cpu"
-    expanded = points(on_cpu, "optim.lr=0.1,0.2", "data.batch_size=64")
-    show_points(expanded, SweepConfig(), training_size)
+    monkeypatch.setattr("timm_parallel.lab.multirun.training_size", training_size)
+    show_points(points("optim.lr=0.1,0.2", "data.batch_size=64"), SweepConfig())
     table, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     assert len(sizes) == 1
-    assert "optim.lr=0.2" in table
-    assert not [
-        text
-        for text in ("model=tiny", "print_config", "per device", "steps", "can run here")
-        if text in table
-    ]
-    assert last == "2 runs, global batch 64, per device 64, steps 20"
-    expanded = points(on_cpu, "parallel=single", "parallel.devices=2,3")
-    show_points(expanded, SweepConfig(), training_size)
-    assert "can run here" in capsys.readouterr().out
+    cells = [text.strip() for text in table.splitlines()[-2].split("│")[1:-1]]
+    assert cells == ["1", "optim.lr=0.2", "64", "64", "0.2", "20", "yes"]
+    assert last == "2 runs"
+    expanded = points("parallel=single", "parallel.devices=2,3")
+    show_points(expanded, SweepConfig())
+    assert "skipped: " in capsys.readouterr().out
 
 
 @pytest.mark.slow(seconds=2)

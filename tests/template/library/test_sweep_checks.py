@@ -9,19 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from src.app import app
 from tests.template.runs import draw_images, tiny
-from timm_parallel.data.build import check_data
 from timm_parallel.entry import run_command
 from timm_parallel.errors import ONE_DEVICE
 from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.sweep.sweep import Sweep
 from timm_parallel.record.result import Jobs, Result, read_jobs, write_result
 from timm_parallel.testing.commands import Refuse
@@ -169,13 +167,13 @@ def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waiting
 
 
-def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
+def start(folder: Path, *words: str) -> Jobs:
     """Start a sweep with the given overrides, so that the configs of all its jobs are written.
     No job runs.
     """
     command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
     sys.argv[:] = ["train.py", "-m", *command]
-    assert run_multirun(parse("-m", *command), lambda data: None, check) == 0
+    assert multirun(parse("-m", *command)) == 0
     return read_jobs(folder)
 
 
@@ -199,7 +197,7 @@ def test_sweep_prints_the_reason_of_a_skipped_job(
 
 
 def resume(folder: Path) -> int:
-    return run_multirun(parse("-m", f"sweep.resume={folder}"), lambda data: None, check_data)
+    return multirun(parse("-m", f"sweep.resume={folder}"))
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +207,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow(seconds=2)
 def test_sweep_checks_each_data_once_and_when_resumed_writes_changed_configs_of_jobs_again(
-    tmp_path: Path, no_jobs: list[str]
+    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One deleted folder is of a finished job, the other of a waiting job. The config of another
     waiting job was edited, and the recorded command too, so composing it again would give other
@@ -221,8 +219,9 @@ def test_sweep_checks_each_data_once_and_when_resumed_writes_changed_configs_of_
     def check(config: Config) -> None:
         sizes.append(config.data.limit_train)
 
+    monkeypatch.setattr("timm_parallel.lab.sweep.points.check_data", check)
     words = ("optim.lr=1e-3,1e-4", "data.limit_train=64,128", "sweep.repeats=2")
-    jobs = start(folder, *words, check=check)
+    jobs = start(folder, *words)
     assert sizes == [64, 128]
     for job in jobs.jobs:
         if job.folder not in ("1_block_0", "1_block_1"):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from timm_parallel.data.build import check_data, training_size
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.sweep.sweep import Sweep as SweepRunner
 from timm_parallel.machine import hardware
 from timm_parallel.patches import hydra_parser
@@ -109,9 +108,7 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
 
 
 def tune(*overrides: str) -> int:
-    return run_multirun(
-        hydra_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
-    )
+    return multirun(hydra_parser().parse_args(["-m", *SHORT, *overrides]))
 
 
 @pytest.mark.sample(2)

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,14 +51,9 @@ if TYPE_CHECKING:
     import optuna
 
 
-# Optuna is slow to import, so that it is only imported for type checks here.
-
-
-def start_search(command: Command, base: Point, check_data: Callable[[Config], None]) -> int:
-    """Start a new hyper-parameter search and run its trials. Return the exit code.
-
-    `base`: configuration on which all trials are based. `check_data`: function that raises
-    ValueError if the data of a config cannot be used.
+def start_search(command: Command, base: Point) -> int:
+    """Start a new hyper-parameter search and run its trials. Return the exit code. `base`:
+    configuration on which all trials are based.
     """
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
@@ -69,7 +63,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         )
     check_scheduler(config.cluster)
     space = read_space(command)
-    check_jobs_data(check_space(config, base.tree, space), check_data)
+    check_jobs_data(check_space(config, base.tree, space))
     max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
@@ -98,7 +92,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         raise
 
 
-def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+def resume_search(folder: Path, command: Command) -> int:
     """Continue the hyper-parameter search in `folder` until it has search.n_trials trials. Return
     the exit code.
     """
@@ -110,7 +104,7 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
             setattr(config.search, key, getattr(command.config.search, key))
     # Check the search space again when a search is resumed. On a machine that cannot run the
     # trials, all of them would otherwise be skipped.
-    check_jobs_data(check_space(config, base, space), check_data)
+    check_jobs_data(check_space(config, base, space))
     max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
     jobs = read_jobs(folder)
     jobs.status = "running"

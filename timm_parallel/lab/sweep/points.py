@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,7 +32,8 @@ from timm_parallel.config.compose import (
 from timm_parallel.config.explain import explain
 from timm_parallel.config.resolve import notices, resolve
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import Config, SearchConfig, leaves
+from timm_parallel.data.build import check_batch, check_data
+from timm_parallel.keys import Config, ResolvedConfig, SearchConfig, leaves
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
 from timm_parallel.lab.sweep.board import counted
 from timm_parallel.machine import hardware
@@ -220,9 +221,10 @@ def _share_formats(configs: Sequence[Config]) -> None:
             config.model.channels_last = False  # type: ignore[attr-defined]
 
 
-def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
-    """Check the data of all jobs that run on this machine, and call `check_data` only once for jobs
-    with equal data and batches. Jobs on a cluster check their data when they start.
+def check_jobs_data(configs: Sequence[Config]) -> None:
+    """Check the data of all jobs that run on this machine, once for all jobs with equal data and
+    batches. Jobs on a cluster check their data when they start. Raises ValueError if data cannot be
+    used.
     """
     different = {
         (repr(config.data_check_reads), config.parallel.devices, config.train.accumulate): config
@@ -231,6 +233,9 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
     }
     for config in different.values():
         check_data(config)
+        # A configuration that cannot run on this machine has no batch, and is skipped.
+        if isinstance(config, ResolvedConfig):
+            check_batch(config)
 
 
 def settle(point: Point) -> None:

@@ -11,7 +11,7 @@ import random
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     return _run(jobs, max_jobs, configs[0], is_new=True)
 
 
-def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+def resume_sweep(folder: Path, command: Command) -> int:
     """Continue the sweep in `folder`: run its missing and failed jobs with their saved configs.
     Return the exit code.
     """
@@ -75,7 +75,7 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], 
     max_jobs = jobs_at_a_time(
         "sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first
     )
-    check_jobs_data(configs, check_data)
+    check_jobs_data(configs)
     return _run(jobs, max_jobs, first, is_new=False)
 
 

@@ -19,7 +19,7 @@ from timm_parallel.lab.jobs import slurm as array
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
 from timm_parallel.lab.jobs.slurm import update
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.search.search import Search
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
@@ -51,7 +51,7 @@ def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main(*words: str) -> int:
-    return run_multirun(parse("-m", *words), lambda data: None, lambda data: None)
+    return multirun(parse("-m", *words))
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:
