@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +21,7 @@ from timm_parallel.errors import BATCH_NOT_DIVISIBLE, BATCH_TOO_SMALL, ONE_DEVIC
 from timm_parallel.keys import DataConfig, SweepConfig
 from timm_parallel.lab.jobs.folders import config_folder
 from timm_parallel.lab.multirun import count_runs, main, show_points
-from timm_parallel.lab.sweep.board import Board, counted
-from timm_parallel.lab.sweep.points import expand
+from timm_parallel.lab.sweep.points import Composer, expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.machine import hardware
 from timm_parallel.record.result import read_jobs
@@ -65,44 +64,23 @@ def test_sweep_skips_a_job_with_a_reason_when_devices_do_not_fit_strategy_batch_
     assert [point.code for point in nodes] == [ONE_PROCESS, ""]
 
 
-@pytest.mark.slow(seconds=1)
-@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 0), (6.0, 2)])
-def test_sweep_prints_progress_when_composing_the_configs_of_its_jobs_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, lines: int
-) -> None:
-    """Outside of a terminal, a sweep prints one line after 2 s, and then one every 10 s.
-    Composing each of the four configs takes `seconds` of a fake clock.
-    """
-    clock = iter(seconds * number for number in range(100))
-    monkeypatch.setattr(
-        "timm_parallel.lab.sweep.board.time", SimpleNamespace(monotonic=lambda: next(clock))
-    )
-    assert len(points("seed=1,2,3,4")) == 4
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert len(output.err.splitlines()) == lines
-    assert output.err.count(" of 4") == lines
-
-
 def test_progress_bar_of_a_sweep_is_erased_when_the_sweep_is_interrupted_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(Console, "is_terminal", True)
-    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 0.0)
 
-    def compose() -> None:
-        with counted("composing", 7) as count:
-            count()
-            raise KeyboardInterrupt
+    def compose(*_: Any) -> None:
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(Composer, "compose", compose)
     with pytest.raises(KeyboardInterrupt):
-        compose()
+        points("seed=1,2,3,4,5,6,7")
     err = capsys.readouterr().err
-    assert "1/7" in err
+    assert "0/7" in err
     # The escape codes must erase the line of the progress bar and make the cursor visible again.
-    assert err.rindex("\x1b[2K") > err.rindex("1/7") and "\x1b[?25h" in err
+    assert err.rindex("\x1b[2K") > err.rindex("0/7") and "\x1b[?25h" in err
 
 
 @pytest.mark.slow(seconds=3)
@@ -180,9 +158,11 @@ def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
     folder = tmp_path / "sweep"
     log = folder / "0" / "metrics.jsonl"
     stops: list[int] = []
+    sleep = time.sleep
 
-    def stop(board: Board, now: bool = False) -> None:
+    def stop(seconds: float) -> None:
         """Send SIGINT once, when the first job has begun to train."""
+        sleep(seconds)
         if not stops and log.exists() and log.stat().st_size:
             stops.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -198,7 +178,7 @@ def test_interrupted_sweep_runs_only_its_unfinished_jobs_when_resumed(
     )
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", *words])
     with monkeypatch.context() as patch:
-        patch.setattr(Board, "update", stop)
+        patch.setattr(time, "sleep", stop)
         assert main(parse("-m", *words)) == 128 + signal.SIGINT
     assert statuses(folder) == ["interrupted", "waiting"]
     assert not processes_of(folder)

@@ -35,7 +35,7 @@ from timm_parallel.config.validate import check_combination
 from timm_parallel.data.build import check_batch, check_data
 from timm_parallel.keys import Config, ResolvedConfig, SearchConfig, leaves
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
-from timm_parallel.lab.sweep.board import counted
+from timm_parallel.lab.sweep.board import plain_console, progress_bar
 from timm_parallel.machine import hardware
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import Job
@@ -176,14 +176,13 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     product = _product(command)
     # The space of a search may set values that are missing in the base configuration.
     is_complete = command.config.search.sampler is None
-    with counted("composing", len(product)) as count:
-        for number, overrides in enumerate(product):
+    with progress_bar(plain_console(stderr=True)) as bar:
+        for number, overrides in enumerate(bar.track(product, description="composing")):
             try:
                 tree, merged = composer.compose(overrides)
             except HydraException as error:
                 raise ValueError(explain(error, overrides)) from error
             points.append(make_point(tree, overrides, number, merged, is_complete))
-            count()
     if not points:
         given = " ".join(task_overrides(command.tree))
         raise ValueError(

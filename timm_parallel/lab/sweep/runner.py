@@ -145,7 +145,6 @@ class Runner(ABC):
             while early:
                 import_module(early.pop())
             time.sleep(POLL_SECONDS if self.slurm is None else SLURM_POLL_SECONDS)
-            self._board.update()
             for running in [running for running in self._running.values() if running.has_ended()]:
                 self._end(running)
                 self._may_start = True
@@ -177,7 +176,7 @@ class Runner(ABC):
         # Send the stop signal again if it arrived while the process of the job was being started.
         if self.stopped_by is not None:
             starting.send(self.stopped_by)
-        self._board.update(now=True)
+        self._board.update()
         return True
 
     def _end(self, ended: LocalJob) -> None:

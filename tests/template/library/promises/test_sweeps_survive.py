@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from timm_parallel.lab.jobs.slurm import update
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.search.search import Search
-from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import Sweep, freeze_jobs, reset_unfinished
 from timm_parallel.machine import hardware
@@ -120,11 +120,13 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_resu
     monkeypatch.setenv("JOB_STAYS", "60")
     jobs = frozen(tmp_path, "seed=1,2,3")
 
-    def stop(board: Board, now: bool = False) -> None:
+    def stop(seconds: float) -> None:
+        sleep(seconds)
         if (tmp_path / "0" / "result.json").exists():
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Board, "update", stop)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", stop)
     Sweep(jobs).run()
     assert statuses(tmp_path) == ["done", "waiting", "waiting"]
 
