@@ -116,8 +116,6 @@ class Search(Runner):
     of the next trial. The number of a trial is the id of its job.
     """
 
-    needed_at_end = ("timm_parallel.lab.search.page",)
-
     def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
         """Open Optuna's study and list the trials that still have to run. `max_jobs`: largest
         number of concurrent trials, or None if only the devices limit it.

@@ -119,11 +119,6 @@ class Sweep(Runner):
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
         # Only a sweep that adds repeats until its comparisons are decided has several with `auto`.
         self._adds_repeats = config.sweep.repeats == "auto" and jobs.num_blocks > 1
-        # Import nothing early for a sweep that measures speed, because an import would slow down
-        # the start of a job.
-        self.needed_at_end = (
-            () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
-        )
 
     def waiting(self) -> list[Job]:
         if self._adds_repeats and self.jobs.have_ended:

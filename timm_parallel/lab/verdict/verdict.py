@@ -355,8 +355,6 @@ class VerdictRun(Runner):
     further job starts if the two versions turn out not to be comparable.
     """
 
-    needed_at_end = ()
-
     def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
         config = command.config
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
