@@ -9,13 +9,12 @@ from typing import Any
 
 from timm_parallel.data.build import training_size
 from timm_parallel.keys import ResolvedConfig, SweepConfig
-from timm_parallel.lab.search.space import FROZEN
-from timm_parallel.lab.search.tune import settings_to_try
+from timm_parallel.lab.search.space import settings_to_try
 from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, expand, names_of
 from timm_parallel.lab.sweep.sweep import count_repeats, resume_sweep, start_sweep
 from timm_parallel.machine.text import plural
-from timm_parallel.record.result import VERDICT
+from timm_parallel.record.result import SEARCH, VERDICT
 
 # Columns of the table of a dry run.
 HEADINGS = ("job", "overrides", "global batch", "per device", "lr", "steps", "can run here")
@@ -32,7 +31,7 @@ def main(arguments: Any) -> int:
     if settings.tune and earlier is None:
         points = settings_to_try(command, points)
     if command.config.search.sampler is not None or (
-        earlier is not None and (earlier / FROZEN).exists()
+        earlier is not None and (earlier / SEARCH).exists()
     ):
         # Import Optuna only for a search, because the import is slow.
         from timm_parallel.lab.search.search import resume_search, start_search

@@ -16,7 +16,7 @@ from timm_parallel.lab.analysis.statistics import (
     NOT_SUPPORTED,
     SUPPORTED,
 )
-from timm_parallel.lab.analysis.strategies import group_runs, warnings
+from timm_parallel.lab.analysis.strategies import group_runs
 from timm_parallel.lab.report.collect import collect
 from timm_parallel.testing.report_sweeps import SPEEDS, Sweep, findings, full_sweep, read
 
@@ -157,7 +157,7 @@ def test_report_table_shows_the_memory_of_at_most_8_devices(tmp_path: Path) -> N
     assert [cell.endswith("… (16)") for cell in memory] == [False, True]
 
 
-def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
+def test_report_keeps_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
     tmp_path: Path,
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
@@ -171,8 +171,8 @@ def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to
     assert plain["lead"]["point"] == "ddp × 4"
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 5
     assert "run 16 (ddp × 2): the second half ran 20 % slower." in html
-    assert "run 17 (ddp × 2): 980 images/s, an outlier." in html
-    assert "run 19 (ddp × 2): 2 other jobs ran at the same time; 400 images/s" in html
+    assert "run 17 (ddp × 2)" not in html
+    assert "run 19 (ddp × 2): 2 other jobs ran at the same time." in html
     assert "6, 2 flagged" in html
 
 
@@ -188,24 +188,6 @@ def test_report_recommends_to_run_single_when_the_sweep_has_no_comparable_single
         [finding] = lead["findings"]
         assert (finding["kind"], finding["point"]["strategy"]) == ("alone", "ddp")
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
-
-
-def test_report_warning_names_rank_and_host_when_one_rank_is_slower_than_the_median_rank(
-    tmp_path: Path,
-) -> None:
-    sweep = Sweep(tmp_path / "s")
-    ranks = [
-        {"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0}
-        for r in range(4)
-    ]
-    sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
-    html, _, plain = read(sweep.write())
-    [finding] = warnings(group_of(sweep.folder))
-    assert finding.kind == "slow_rank"
-    assert (finding.numbers["label"], finding.numbers["rank"]) == ("ddp × 4", "rank 3 on node3")
-    assert finding.numbers["ratio"] == pytest.approx(1.3)
-    [warning] = plain["groups"][0]["warnings"]
-    assert warning in html and "30 %" in warning
 
 
 def test_runs_do_not_count_as_repeats_when_workers_commit_driver_precision_or_nodes_differ(

@@ -147,7 +147,7 @@ def search(folder: Path, *words: str) -> int:
 def test_search_submits_every_trial_as_a_slurm_job(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("timm_parallel.lab.search.page.draw_study", lambda study, metric: "")
+    monkeypatch.setattr("timm_parallel.lab.search.search.draw_study", lambda study, metric: "")
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")

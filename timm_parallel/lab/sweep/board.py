@@ -62,7 +62,7 @@ def show_headline(folder: Path) -> None:
     report recommends.
     """
     # Import this module only at the end of a sweep, because the import is slow.
-    from timm_parallel.lab.report.contents import FORMAT
+    from timm_parallel.lab.report.report import FORMAT
 
     report = read_json(folder / "report.json", FORMAT, "was a report written here?")
     show_results(report["table"])

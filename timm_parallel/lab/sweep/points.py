@@ -9,7 +9,6 @@ applied to copies of the composed config.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -346,28 +345,14 @@ def _product(command: Command) -> list[list[str]]:
             [str(override.input_line) for override in overrides if not override.is_sweep_override()]
         ]
     for override in overrides:
-        _check_listed(override)
+        if override.is_interval_sweep():
+            key, text = override.key_or_group, override.input_line
+            raise ValueError(
+                f"{text}: an interval requires a search; add search=optuna, or list values: "
+                f"{key}=a,b"
+            )
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
-
-
-def _check_listed(override: Any) -> None:
-    """Raise ValueError if an override of a swept key lists a value twice, or is an interval, which
-    only a search can use.
-    """
-    if not override.is_sweep_override():
-        return
-    key, text = override.key_or_group, override.input_line
-    if override.is_interval_sweep():
-        raise ValueError(
-            f"{text}: an interval requires a search; add search=optuna, or list values: {key}=a,b"
-        )
-    for value, count in Counter(override.sweep_string_iterator()).items():
-        if count > 1:
-            raise ValueError(
-                f"{text}: contains {key}={value} twice; to repeat each job with other seeds, use "
-                "sweep.repeats=N"
-            )
 
 
 def _share_threads(configs: list[Config]) -> None:

@@ -215,7 +215,7 @@ def test_finished_trial_of_a_killed_search_is_recorded_without_a_rerun_on_resume
 
     folder = tmp_path / "search"
     monkeypatch.setattr(
-        "timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder
+        "timm_parallel.lab.search.search.write_search_page", lambda jobs, study, config: jobs.folder
     )
     monkeypatch.setattr(Search, "_tell", killed)
     words = ("search=optuna", "parallel=single", "search.n_trials=3", f"hydra.sweep.dir={folder}")
