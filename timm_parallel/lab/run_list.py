@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 COLUMNS = ("folder", "status", "metric", "images/s", "minutes", "settings")
 # Overrides that do not change the training.
 HIDDEN = ("hydra", "sweep.", "paths.", "print_config", "resume", "tracker")
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,24 @@ class ListedRun:
         )
 
 
-def find_runs(folder: Path) -> list[ListedRun]:
-    """Read the runs below a folder, the newest first. Folders that are no run are ignored."""
+def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
+    """Read the runs below a folder, the newest first. Folders that are no run are ignored.
+
+    `where`: conditions `<key>=<value>` on the config of a run, all of which must hold. Raises
+    ValueError if no run has such a key.
+    """
     if not folder.is_dir():
         raise ValueError(f"folder={folder}: no such folder; give the folder of your runs")
-    return sorted(map(_read, _run_folders(folder)), key=lambda run: -run.started)
+    folders = list(_run_folders(folder))
+    for condition in where:
+        key, equals, text = condition.partition("=")
+        if not equals:
+            raise ValueError(f"where={condition}: expected <key>=<value>, as model.name=resnet18")
+        values = {path: config_value(path, key) for path in folders}
+        if folders and all(value is MISSING for value in values.values()):
+            raise ValueError(f"where={condition}: no run in {folder} has the key {key}")
+        folders = [path for path in folders if values[path] == _parsed(text)]
+    return sorted(map(_read, folders), key=lambda run: -run.started)
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
@@ -96,12 +112,55 @@ def _read(folder: Path) -> ListedRun:
     return ListedRun(folder, status, started, result if status in STATUSES else {})
 
 
-def show_runs(folder: Path, metric: str | None, as_csv: bool) -> None:
+def config_value(folder: Path, key: str) -> Any:
+    """Return the value of a dotted key in config.yaml of a run, or MISSING."""
+    try:
+        text = (folder / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return MISSING
+    # A file of this project has one value per line. Reading it as YAML takes 50 times as long.
+    if found := _line_of(key).search(text):
+        return _parsed(found[1])
+    if f"{key.rpartition('.')[2]}:" not in text:
+        return MISSING
+    try:
+        value = yaml.load(text, SafeLoader)
+    except yaml.YAMLError:
+        return MISSING
+    for name in key.split("."):
+        value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+    return value
+
+
+@cache
+def _line_of(key: str) -> re.Pattern[str]:
+    """Return a pattern for the line of a key with a value, which no indented line continues."""
+    *sections, name = key.split(".")
+    pattern = ""
+    for depth, section in enumerate(sections):
+        deeper = "  " * (depth + 1)
+        pattern += rf"^{'  ' * depth}{re.escape(section)}:\n(?:^{deeper}.*\n)*?"
+    indent = "  " * len(sections)
+    return re.compile(rf"{pattern}^{indent}{re.escape(name)}: (.+)$(?!\n{indent} )", re.MULTILINE)
+
+
+@cache
+def _parsed(text: str) -> Any:
+    # YAML reads 1e-3 as a text.
+    with suppress(ValueError):
+        return float(text)
+    try:
+        return yaml.load(text, SafeLoader)
+    except yaml.YAMLError:
+        return text
+
+
+def show_runs(folder: Path, metric: str | None, where: Sequence[str], as_csv: bool) -> None:
     """Print the runs below a folder as a table or as CSV: the newest first, or with a metric the
     best first. `metric`: a number of result.json, such as `val/loss`; None: the objective of each
     run. A number that is no metric of the task is sorted from large to small.
     """
-    runs, path = find_runs(folder), metric or "objective"
+    runs, path = find_runs(folder, where), metric or "objective"
     if metric is not None:
         if runs and all(run.value(metric) is None for run in runs):
             raise ValueError(f"metric={metric}: no run in {folder} has it, e.g. metric=val/loss")

@@ -92,7 +92,28 @@ def test_runs_with_a_metric_are_listed_from_the_best(
     assert all(row[metric] for row in rows[:2]) and not any(row[metric] for row in rows[2:])
 
 
-@pytest.mark.parametrize("word", ["metric=val/accuracy", "folder=missing"])
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        (("optim.lr=0.5",), ["one"]),
+        (("optim.lr=5e-1", "seed=42"), ["one"]),
+        (("seed=7",), ["two"]),
+        (("seed=7", "optim.lr=0.5"), []),
+        (("model.ema.decay=null", "train.epochs=3"), ["0"]),
+        (("tags=[]", "seed=7"), ["two"]),
+        (("model.kwargs.depth=2", "seed=7"), ["two"]),
+    ],
+    ids=str,
+)
+def test_where_keeps_the_runs_with_a_value_in_their_config(
+    outputs: Path, capsys: pytest.CaptureFixture[str], where: tuple[str, ...], found: list[str]
+) -> None:
+    assert names(listed(capsys, outputs, *(f"where={word}" for word in where))) == found
+
+
+@pytest.mark.parametrize(
+    "word", ["where=optim.rate=1", "where=seed", "metric=val/accuracy", "folder=missing"]
+)
 def test_list_of_runs_refuses_what_no_run_has(
     outputs: Path, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
@@ -120,6 +141,6 @@ def test_2000_runs_are_listed_in_less_than_a_second_of_processor_time(
         for name in ("config.yaml", "result.json", ".hydra/overrides.yaml"):
             os.link(first / name, folder / name)
     began = time.process_time()
-    rows = listed(capsys, tmp_path, "metric=val/acc")
+    rows = listed(capsys, tmp_path, "metric=val/acc", "where=optim.lr=0.5")
     assert time.process_time() - began < 1
     assert len(rows) == 2000
