@@ -1,4 +1,4 @@
-"""Check this machine: `python scripts/doctor.py [quick=true]` prints the command to
+"""Check this machine: `python scripts/doctor.py [quick=true] [json=true]` prints the command to
 start with, or what to fix.
 
 The script trains two steps with every strategy that this machine can run; quick=true leaves them
@@ -36,11 +36,12 @@ def main(argv: list[str]) -> int:
         return 1
     parser = CommandLine(__doc__)
     parser.add_argument("--quick", action="store_true", help="train no steps")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
     @errors_in_one_line
     def run(argv: list[str]) -> int:
         given = parser.parse_intermixed_args(argv)
-        return examine(given.quick)
+        return examine(given.json, given.quick)
 
     return run(argv)
 

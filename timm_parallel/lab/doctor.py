@@ -4,6 +4,7 @@ command to start with.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from timm_parallel.keys import STRATEGIES, ParallelConfig
 from timm_parallel.launch.supervisor import with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import Driver
-from timm_parallel.machine.secrets import hide
+from timm_parallel.machine.process import SAFE_PATH
+from timm_parallel.machine.secrets import hide_in
 from timm_parallel.record.result import read_result
 
 REINSTALL = "pip install --force-reinstall -r requirements.txt"
@@ -36,23 +38,12 @@ def outputs() -> Path:
     return folder if folder.exists() else root()
 
 
-def probe_torch() -> dict[str, Any]:
-    """Return the versions of torch and timm and the devices that torch sees, or {"error": …} if
-    they cannot be imported.
+def probe(module: str) -> dict[str, Any]:
+    """Run a Python module in a separate process and return the JSON object that it prints. If the
+    module fails, return {"error": <last line of its output>}.
     """
-    # Import timm too, because it loads torchvision, which may not match this version of torch.
-    try:
-        import timm
-        import torch
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {
-        "version": torch.__version__,
-        "timm": timm.__version__,
-        "cuda": torch.version.cuda,
-        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "mps": torch.backends.mps.is_available(),
-    }
+    error, output = _run([sys.executable, *SAFE_PATH, "-m", module])
+    return {"error": error} if error else dict(json.loads(output.splitlines()[-1]))
 
 
 def try_strategy(strategy: str, devices: int) -> str:
@@ -67,7 +58,7 @@ def try_strategy(strategy: str, devices: int) -> str:
             *current().trial,
             "print_config=false",
         ]
-        error = _run([sys.executable, str(root() / "train.py"), *arguments])
+        error, _ = _run([sys.executable, str(root() / "train.py"), *arguments])
         # Prefer the reason in result.json. A command that train.py rejected before the start has no
         # such file, and the last line of its output is the reason.
         with suppress(ValueError):
@@ -75,9 +66,9 @@ def try_strategy(strategy: str, devices: int) -> str:
         return error
 
 
-def _run(command: list[str]) -> str:
-    """Run a command in the project's folder. Return the last line of its error output, or an empty
-    text if the command succeeded.
+def _run(command: list[str]) -> tuple[str, str]:
+    """Run a command in the project's folder. Return (last line of its error output, its output).
+    The first is empty if the command succeeded.
     """
     environment = with_project_on_path(os.environ)
     try:
@@ -85,13 +76,13 @@ def _run(command: list[str]) -> str:
             command, cwd=root(), env=environment, capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {TIMEOUT:.0f} s"
+        return f"no answer within {TIMEOUT:.0f} s", ""
     if done.returncode == 0:
-        return ""
+        return "", done.stdout
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
         f"exit code {done.returncode}"
     ]
-    return lines[-1]
+    return lines[-1], ""
 
 
 @dataclass
@@ -101,7 +92,7 @@ class MachineReport:
     # GPUs of this process, or the reason why torch can use none.
     cuda: Driver = field(default_factory=hardware.cuda)
     driver: str | None = field(default_factory=hardware.driver_version)
-    torch: dict[str, Any] = field(default_factory=probe_torch)
+    torch: dict[str, Any] = field(default_factory=lambda: probe("timm_parallel.lab.doctor"))
     cores: int = field(default_factory=hardware.cores)
     # Free bytes in /dev/shm, through which loader workers pass batches. None on a system without
     # it.
@@ -129,8 +120,9 @@ class Finding:
     stops: bool = False
 
 
-def examine(quick: bool = False) -> int:
-    """Check this machine and print the findings. Return 1 if training cannot start here, else 0.
+def examine(as_json: bool, quick: bool = False) -> int:
+    """Check this machine and print the findings, as text or as JSON. Return 1 if training cannot
+    start here, else 0.
 
     `quick`: train no steps, so that the check takes seconds and leaves the machine to other users.
     """
@@ -149,8 +141,18 @@ def examine(quick: bool = False) -> int:
         )
         facts.tries[strategy] = try_strategy(strategy, devices)
     findings = findings_of(facts)
-    print(hide(as_text(facts, findings)))
-    return int(any(finding.stops for finding in findings))
+    can_train = not any(finding.stops for finding in findings)
+    if as_json:
+        report = {
+            "can_train": can_train,
+            "command": advice(facts) if can_train else None,
+            "findings": [asdict(finding) for finding in findings],
+            "facts": asdict(facts),
+        }
+        print(json.dumps(hide_in(report), indent=2))
+    else:
+        print(as_text(facts, findings))
+    return 0 if can_train else 1
 
 
 def as_text(facts: MachineReport, findings: list[Finding]) -> str:
@@ -281,3 +283,25 @@ def _storage(facts: MachineReport) -> list[Finding]:
             "paths.output_dir=…"
         )
     return [memory, disk]
+
+
+def print_torch() -> None:
+    """Print the versions of torch and timm and the devices that torch sees, as one line of JSON. A
+    separate process runs this function, because a broken torch may crash.
+    """
+    # Import timm too, because it loads torchvision, which may not match this version of torch.
+    import timm
+    import torch
+
+    report = {
+        "version": torch.__version__,
+        "timm": timm.__version__,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": torch.backends.mps.is_available(),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    print_torch()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.template.runs import ROOT
 from timm_parallel.lab import doctor as examination
 from timm_parallel.lab.doctor import (
     GIB,
@@ -18,7 +20,7 @@ from timm_parallel.lab.doctor import (
     advice,
     as_text,
     findings_of,
-    probe_torch,
+    probe,
     strategies_to_try,
     try_strategy,
 )
@@ -154,32 +156,30 @@ def test_quick_doctor_trains_no_step_and_suggests_all_gpus(
 
     monkeypatch.setattr(examination, "MachineReport", lambda: facts(4))
     monkeypatch.setattr(examination, "try_strategy", record)
-    assert examination.examine(quick=True) == 0
+    assert examination.examine(as_json=True, quick=True) == 0
     quick = capsys.readouterr()
     assert tried == [] and "quick=true" not in quick.err
-    assert quick.out.endswith("python train.py parallel=ddp parallel.devices=4\n")
+    assert json.loads(quick.out)["command"] == "python train.py parallel=ddp parallel.devices=4"
     # The whole check names the way to leave the steps out in its first line.
-    assert examination.examine() == 0
+    assert examination.examine(as_json=True) == 0
     assert tried == ["single", "dp", "ddp", "fsdp"]
     assert "quick=true" in capsys.readouterr().err.splitlines()[0]
 
 
-def test_doctor_reports_the_error_when_torch_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "error" not in probe_torch()
-    monkeypatch.setitem(sys.modules, "timm", None)
-    assert "timm" in probe_torch()["error"]
+def test_doctor_reports_the_error_when_a_probe_process_fails() -> None:
+    assert "no_such" in probe("timm_parallel.lab.no_such")["error"]
 
 
 @pytest.mark.slow(seconds=25)
 @pytest.mark.nightly
-def test_doctor_script_tries_strategies_and_prints_a_command_on_this_machine(
-    train: Train,
-) -> None:
+def test_doctor_script_prints_can_train_and_a_command_on_this_machine(train: Train) -> None:
     done = train.start_command(
-        [sys.executable, "scripts/doctor.py"], train.base, timeout=600
+        [sys.executable, "scripts/doctor.py", "--json"], train.base, timeout=600
     ).finish()
     assert done.returncode == 0, done.output
-    assert "Start with:  python train.py parallel=" in done.stdout
-    assert re.search("^✓ single +runs$", done.stdout, re.MULTILINE)
+    findings = json.loads(done.stdout)
+    assert findings["can_train"]
+    assert findings["command"].startswith("python train.py parallel=")
+    assert "single" in findings["facts"]["tries"] and "error" not in findings["facts"]["torch"]
+    assert {field.name for field in dataclasses.fields(MachineReport)} == set(findings["facts"])
+    assert (ROOT / "scripts" / "doctor.py").exists()
