@@ -84,6 +84,8 @@ def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training
         (("optim.betas=[0.9,0.95],[0.9,0.99]",), ("optim.betas", "+optim.kwargs.betas")),
         (("optim.lr=1e-3,",), ("optim.lr=1e-3,",)),
         (("model=tiny,resnet50",), ("model=resnet50", "model.name=resnet50")),
+        (("seed=1,2,1",), ("seed=1,2,1", "seed=1 twice", "sweep.repeats")),
+        (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
     ],
 )
 def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid(

@@ -9,6 +9,7 @@ applied to copies of the composed config.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -351,6 +352,13 @@ def _product(command: Command) -> list[list[str]]:
                 f"{text}: an interval requires a search; add search=optuna, or list values: "
                 f"{key}=a,b"
             )
+        if override.is_sweep_override():
+            for value, count in Counter(override.sweep_string_iterator()).items():
+                if count > 1:
+                    raise ValueError(
+                        f"{override.input_line}: contains {override.key_or_group}={value} twice; to "
+                        "repeat each job with other seeds, use sweep.repeats=N"
+                    )
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
 
