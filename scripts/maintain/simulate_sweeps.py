@@ -141,10 +141,6 @@ def judge(sweep: Sweep) -> Verdict:
     falsely = named and sweep.sign * (true(str(lead.point)) - true(group.baseline)) <= 0
     if lead.point == group.baseline:
         falsely |= best_value > sweep.sign * true(group.baseline)
-    for finding in lead.findings:
-        if finding.kind == "better_without":
-            label = finding.numbers["setting"]["label"]
-            falsely |= sweep.sign * (true(label) - true(group.baseline)) <= 0
     best = {s.label for s in group.alive if math.isclose(sweep.sign * true(s.label), best_value)}
     false |= not best & group.may_be_best
     chosen = lead.point or group.highest

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -28,7 +26,7 @@ from timm_parallel.machine.hardware import cores
 from timm_parallel.machine.process import WORKER_START
 from timm_parallel.machine.text import first, for_terminal
 
-ABSENT = "classes without an image"
+ABSENT, SPREAD = "classes without an image", "min, median, max"
 # Most lines that the terminal shows of a table, or of one kind of problem. The JSON file has all.
 MAX_LINES = 20
 # Most images that are shown of a set of equal images, and of each class.
@@ -166,67 +164,62 @@ def summarize(
     """Build the report of a dataset from its checked images: the problems, and per split the
     numbers of images, sizes, color modes and classes.
     """
-    of_class: dict[str, list[CheckedImage]] = {name: [] for name in target_names}
-    for image in images:
-        for label in of_class.keys() & set(image.labels):
-            of_class[label].append(image)
-    # The targets of a regression are numbers, not classes.
-    if not any(of_class.values()):
-        of_class = {}
-    counts = {name: Counter(image.split for image in group) for name, group in of_class.items()}
-    rarest_first = sorted(counts, key=lambda name: sorted(counts[name][split] for split in splits))
-    classes = {name: {split: counts[name][split] for split in splits} for name in rarest_first}
-    measures: dict[str, dict[str, Any]] = defaultdict(dict)
-    for split in splits:
-        readable = [image for image in images if image.split == split and not image.error]
-        measures["images"][split] = sum(image.split == split for image in images)
-        for side in ("width", "height"):
-            values = [getattr(image, side) for image in readable] or [0]
-            measures[f"{side}: min, median, max"][split] = [
-                min(values),
-                median(values),
-                max(values),
-            ]
-        measures["modes"][split] = dict(Counter(image.mode for image in readable).most_common())
-        if not counts:
-            continue
-        sizes = [count[split] for count in counts.values()]
-        measures["images per class: min, median, max"][split] = [
-            min(sizes),
-            median(sizes),
-            max(sizes),
-        ]
-        measures[ABSENT][split] = sum(not count[split] for count in counts.values())
-    samples = {
-        name: group[:: len(group) // MAX_IMAGES or 1][:MAX_IMAGES]
-        for name, group in of_class.items()
+    frame = pd.DataFrame(map(vars, images))
+    problems = find_problems(frame, images, groups or {})
+    readable = frame[frame["error"] == ""]
+    parts = {split: readable[readable["split"] == split] for split in splits}
+    sides: dict[str, dict[str, Any]] = {
+        f"{side}: {SPREAD}": {split: _spread(part[side]) for split, part in parts.items()}
+        for side in ("width", "height")
     }
-    return Report(dict(measures), classes, find_problems(images, groups or {}), samples)
+    measures = {
+        "images": {split: int((frame["split"] == split).sum()) for split in splits},
+        **sides,
+        "modes": {split: part["mode"].value_counts().to_dict() for split, part in parts.items()},
+    }
+    labeled = frame.explode("labels")
+    counts = pd.crosstab(labeled["labels"], labeled["split"])
+    counts = counts.reindex(index=target_names, columns=splits, fill_value=0)
+    # The targets of a regression are numbers, not classes.
+    if not counts.to_numpy().any():
+        return Report(measures, {}, problems, {})
+    measures[f"images per class: {SPREAD}"] = {split: _spread(counts[split]) for split in splits}
+    measures[ABSENT] = (counts == 0).sum().to_dict()
+    rarest_first = counts.loc[counts.min(axis=1).sort_values(kind="stable").index]
+    members, samples = labeled.groupby("labels").groups, {}
+    for name in target_names:
+        places = members.get(name, [])
+        shown = places[:: len(places) // MAX_IMAGES or 1][:MAX_IMAGES]
+        samples[name] = [images[place] for place in shown]
+    return Report(measures, rarest_first.to_dict(orient="index"), problems, samples)
+
+
+def _spread(values: pd.Series[int]) -> list[float]:
+    return values.quantile([0, 0.5, 1], interpolation="lower").tolist()
 
 
 def find_problems(
-    images: list[CheckedImage], group_of: Mapping[str, str]
+    frame: pd.DataFrame, images: list[CheckedImage], group_of: Mapping[str, str]
 ) -> dict[str, list[list[CheckedImage]]]:
     """Return the problems of a dataset, as a dictionary from the kind of problem to its cases. A
     case is an unreadable image, several equal images, or images of one group in several splits.
+
+    `frame`: table with a row per image.
     """
-    equal: dict[str, list[CheckedImage]] = defaultdict(list)
-    for image in images:
-        if not image.error:
-            equal[image.digest].append(image)
-    groups = [group for group in equal.values() if len(group) > 1]
-    by_group: dict[str, dict[str, CheckedImage]] = defaultdict(dict)
-    for image in images:
-        if image.file in group_of:
-            by_group[group_of[image.file]].setdefault(image.split, image)
+
+    def repeated(rows: pd.DataFrame, key: str) -> list[list[CheckedImage]]:
+        """Return the images of each value of a column that several rows have."""
+        several = rows[rows.duplicated(key, keep=False)]
+        return [[images[i] for i in group.index] for _, group in several.groupby(key, sort=False)]
+
+    groups = repeated(frame[frame["error"] == ""], "digest")
+    grouped = frame.assign(group=frame["file"].map(group_of)).dropna(subset="group")
     return {
         "unreadable": [[image] for image in images if image.error],
         "leaks across splits": [
             group for group in groups if len({image.split for image in group}) > 1
         ],
-        "groups in two splits": [
-            list(first_of.values()) for first_of in by_group.values() if len(first_of) > 1
-        ],
+        "groups in two splits": repeated(grouped.drop_duplicates(["group", "split"]), "group"),
         "duplicates in a split": [
             group for group in groups if len({image.split for image in group}) < len(group)
         ],

@@ -4,46 +4,24 @@ the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from timm_parallel.data.build import check_batch, check_data, training_size
-from timm_parallel.keys import Config, DataConfig, ResolvedConfig, SweepConfig
-from timm_parallel.lab.search.space import FROZEN
-from timm_parallel.lab.search.tune import settings_to_try
+from timm_parallel.data.build import training_size
+from timm_parallel.keys import ResolvedConfig, SweepConfig
+from timm_parallel.lab.search.space import settings_to_try
 from timm_parallel.lab.sweep.board import plain_console, show_table
 from timm_parallel.lab.sweep.points import Point, check_jobs_data, expand, names_of
 from timm_parallel.lab.sweep.sweep import count_repeats, resume_sweep, start_sweep
 from timm_parallel.machine.text import plural
-from timm_parallel.record.result import VERDICT
+from timm_parallel.record.result import SEARCH, VERDICT
 
 # Columns of the table of a dry run.
-HEADINGS = ("overrides", "global batch", "per device", "lr", "steps", "can run here")
+HEADINGS = ("job", "overrides", "global batch", "per device", "lr", "steps", "can run here")
 
 
 def main(arguments: Any) -> int:
     """Start, resume or list the sweep or search of a parsed command line. Return the exit code."""
-    return run_multirun(arguments, training_size, _check)
-
-
-def _check(config: Config) -> None:
-    check_data(config)
-    # A configuration that cannot run on this machine has no batch, and is skipped.
-    if isinstance(config, ResolvedConfig):
-        check_batch(config)
-
-
-def run_multirun(
-    arguments: Any,
-    training_size: Callable[[DataConfig], int | None],
-    check_data: Callable[[Config], None],
-) -> int:
-    """Start, resume or list the sweep or search of a parsed command line. Return the exit code.
-
-    `training_size`: function that returns the number of training images, which a dry run shows.
-    `check_data`: function that raises ValueError if the data of a config cannot be used.
-    """
     command, points = expand(arguments)
     settings = command.config.sweep
     earlier = None if settings.resume is None else Path(settings.resume)
@@ -53,57 +31,38 @@ def run_multirun(
     if settings.tune and earlier is None:
         points = settings_to_try(command, points)
     if command.config.search.sampler is not None or (
-        earlier is not None and (earlier / FROZEN).exists()
+        earlier is not None and (earlier / SEARCH).exists()
     ):
         # Import Optuna only for a search, because the import is slow.
         from timm_parallel.lab.search.search import resume_search, start_search
 
         if earlier is None:
-            return start_search(command, points[0], check_data)
-        return resume_search(earlier, command, check_data)
+            return start_search(command, points[0])
+        return resume_search(earlier, command)
     if earlier is not None and (earlier / VERDICT).is_file():
         # Import this module only to continue a verdict, because the import is slow.
         from timm_parallel.lab.verdict.verdict import continue_verdict
 
         return continue_verdict(earlier, command)[0]
     if earlier is not None:
-        return resume_sweep(earlier, command, check_data)
-    check_jobs_data([point.config for point in points if not point.reason], check_data)
+        return resume_sweep(earlier, command)
+    check_jobs_data([point.config for point in points if not point.reason])
     if settings.dry_run:
-        show_points(points, settings, training_size)
+        show_points(points, settings)
         return 0
     return start_sweep(command, points)
 
 
-def show_points(
-    points: list[Point], settings: SweepConfig, training_size: Callable[[DataConfig], int | None]
-) -> None:
-    """Print a table with a row per configuration of a sweep and a column per value that differs.
-
-    `training_size`: function that returns the number of training images, or None if it is unknown.
-    """
+def show_points(points: list[Point], settings: SweepConfig) -> None:
+    """Print a table with a row per configuration of a sweep, and the number of runs."""
     sizes: dict[str, int | None] = {}
     rows = []
-    for point, name in zip(points, names_of(points), strict=True):
+    for number, (point, name) in enumerate(zip(points, names_of(points), strict=True)):
         if not point.reason and (key := repr(point.config.data)) not in sizes:
             sizes[key] = training_size(point.config.data)
-        rows.append((name, *_derived(point, sizes.get(repr(point.config.data)))))
-    # Ignore empty cells, because a configuration that cannot run on this machine has no resolved
-    # values.
-    values = [{row[column] for row in rows} - {""} for column in range(len(HEADINGS))]
-    varying = [0, *(column for column in range(1, 5) if len(values[column]) > 1)]
-    if any(point.reason for point in points):
-        varying.append(5)
-    same = [
-        f"{HEADINGS[column]} {min(values[column])}"
-        for column in range(1, 5)
-        if len(values[column]) == 1
-    ]
-    show_table(
-        ["job", *(HEADINGS[column] for column in varying)],
-        ([str(number), *(row[column] for column in varying)] for number, row in enumerate(rows)),
-    )
-    plain_console().print(", ".join([count_runs(points, settings), *same]))
+        rows.append((str(number), name, *_derived(point, sizes.get(repr(point.config.data)))))
+    show_table(HEADINGS, rows)
+    plain_console().print(count_runs(points, settings))
 
 
 def count_runs(points: list[Point], settings: SweepConfig) -> str:

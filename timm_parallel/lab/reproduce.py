@@ -21,10 +21,8 @@ import yaml
 
 from timm_parallel.app import root
 from timm_parallel.config.validate import refuse
-from timm_parallel.data.dataset import image_files
 from timm_parallel.lab.code_copy import apply_diff, copy_commit, no_repository
 from timm_parallel.machine.files import claim_folder, finite, write_json
-from timm_parallel.machine.text import first, plural
 from timm_parallel.record.environment import CODE_DIFF, CUT, read_environment
 from timm_parallel.record.result import FAILED, Result, read_metrics, read_result, read_segments
 
@@ -193,7 +191,6 @@ def reproduce_run(run: Path, steps: int) -> int:
             for name, value in was.items()
             if value and now.get(name) and value != now[name]
         },
-        "newer_files": _newer_files(config["data"]["root"], environment["time"]),
     }
     write_json(run / CERTIFICATE, finite(certificate))
     print("\n".join(describe(certificate)), flush=True)
@@ -202,7 +199,7 @@ def reproduce_run(run: Path, steps: int) -> int:
 
 def describe(certificate: dict[str, Any]) -> list[str]:
     """Format the contents of certificate.json as lines of text: the result first, then a line for
-    each library, device or file that differs from the record.
+    each library, device or part of the code that differs from the record.
     """
     equal = "{equal_losses} of {losses} losses are equal bit for bit".format(**certificate)
     weights = ", and so are the weights" if certificate["weights_compared"] else ""
@@ -212,10 +209,8 @@ def describe(certificate: dict[str, Any]) -> list[str]:
         lines = [f"not reproduced: {what.format(**certificate['first_difference'])}; {equal}"]
     for name, (was, now) in certificate["differences"].items():
         lines.append(f"  {name}: was {was}, is {now}")
-    if newer := certificate["newer_files"]:
-        lines.append(f"  data: {plural(len(newer), 'file')} newer than the run: {first(newer)}")
     if len(lines) == 1 and not certificate["reproduced"]:
-        lines.append("  code, versions, machine and data are as recorded")
+        lines.append("  code, versions, machine and names of the data are as recorded")
     return lines
 
 
@@ -319,19 +314,3 @@ def _end(run: Path) -> Result:
     file.
     """
     return read_result(run) if (run / "result.json").is_file() else Result("interrupted")
-
-
-def _newer_files(given: str | None, started: str) -> list[str]:
-    """Return the data files that were written after a run began. A changed image keeps its
-    fingerprint, because fingerprints do not cover the contents of files.
-    """
-    if given is None:
-        return []
-    # config.yaml has the absolute path of the data.
-    data = Path(given)
-    folder = data if data.is_dir() else data.parent
-    files = [*(data.iterdir() if data.is_dir() else [data]), *image_files(folder)]
-    # The recorded time is cut to whole seconds, so files of the same second do not count as newer.
-    since = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1
-    newer = {path for path in files if path.is_file() and path.stat().st_mtime > since}
-    return sorted(str(path.relative_to(folder)) for path in newer)

@@ -244,6 +244,8 @@ def _warn_of_damage(path: Path, skipped: int) -> None:
 JOBS_FORMAT = 1
 # File that scripts/verdict.py writes into its sweep folder. It says what the sweep compares.
 VERDICT = "verdict.json"
+# File with the base config of all trials, in the folder of a search.
+SEARCH = "search.yaml"
 UNFINISHED = ("waiting", "running", "interrupted")
 FAILED = ("failed", "out_of_memory", "not_finite")
 

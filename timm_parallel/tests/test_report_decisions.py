@@ -134,7 +134,7 @@ def test_report_table_shows_the_memory_of_at_most_8_devices(tmp_path: Path) -> N
     assert [cell.endswith("… (16)") for cell in memory] == [False, True]
 
 
-def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
+def test_report_keeps_outliers_and_disturbed_runs_but_not_runs_next_to_other_jobs(
     tmp_path: Path,
 ) -> None:
     sweep = full_sweep(tmp_path / "s")
@@ -148,8 +148,8 @@ def test_report_keeps_and_names_outliers_and_disturbed_runs_but_not_runs_next_to
     assert plain["lead"]["point"] == "ddp × 4"
     assert contrasts(plain)["ddp × 2", "single × 1"]["n"] == 5
     assert "run 16 (ddp × 2): the second half ran 20 % slower." in html
-    assert "run 17 (ddp × 2): 980 images/s, an outlier." in html
-    assert "run 19 (ddp × 2): 2 other jobs ran at the same time; 400 images/s" in html
+    assert "run 17 (ddp × 2)" not in html
+    assert "run 19 (ddp × 2): 2 other jobs ran at the same time." in html
     assert "6, 2 flagged" in html
 
 
@@ -165,21 +165,6 @@ def test_report_recommends_to_run_single_when_the_sweep_has_no_comparable_single
         assert "parallel=single parallel.devices=1" in lead["sentence"] and lead["contrast"] is None
         # Runs next to another job are not comparable.
         sweep.repeat("single", 1, [1000, 1010, 990], neighbours=1)
-
-
-def test_report_warning_names_rank_and_host_when_one_rank_is_slower_than_the_median_rank(
-    tmp_path: Path,
-) -> None:
-    sweep = Sweep(tmp_path / "s")
-    ranks = [
-        {"rank": r, "host": f"node{r}", "data_ms": 1.0, "compute_ms": 12.0 if r == 3 else 9.0}
-        for r in range(4)
-    ]
-    sweep.repeat("ddp", 4, [3600, 3610, 3590], ranks=ranks)
-    html, _, plain = read(sweep.write())
-    [warning] = plain["groups"][0]["warnings"]
-    assert warning in html
-    assert all(text in warning for text in ("ddp × 4", "rank 3 on node3", "30 %"))
 
 
 def test_runs_do_not_count_as_repeats_when_workers_commit_driver_precision_or_nodes_differ(

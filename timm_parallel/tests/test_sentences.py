@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from jinja2 import UndefinedError
 
-from timm_parallel.lab.analysis.findings import Finding, Kind
+from timm_parallel.lab.analysis.headline import Finding, Kind
 from timm_parallel.lab.analysis.sequential import NO_DIFFERENCE
 from timm_parallel.lab.report.sentences import macros, sentence, sentences
 
@@ -92,7 +92,6 @@ OTHER: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
     },
     "loses_runs": {"runs": ([{"seed": 17, "status": "x"}] * 5, ("seed 17", "1 more"))},
     "far_off": {"runs": ([{"run": "r", "setting": "s", "value": 0.4}], ("r (s): 40.0 %",))},
-    "better_without": {"runs": (["r", "s"], ("r; s",))},
     "unknown_direction": {"runs": (["r", "s"], ("r; s",))},
     "refused": {"base": ("b1", ("b1",)), "head": ("h1", ("h1",))},
     "ratio": {"of": ("the speed of x", ("the speed of x",))},
@@ -113,8 +112,6 @@ def samples(kind: Kind) -> dict[str, tuple[Any, tuple[str, ...]]]:
     known = SAMPLES | OTHER.get(kind, {})
     if kind == "best_mean":
         known["contrast"] = (DIFFERENCE, (*OF_DIFFERENCE[:2], "12.3 points"))
-    elif kind == "better_without":
-        known["contrast"] = (DIFFERENCE, OF_DIFFERENCE[:2])
     elif kind in ("better", "head_is"):
         known["contrast"] = (DIFFERENCE, OF_DIFFERENCE)
     elif kind == "pair":
@@ -144,7 +141,7 @@ def test_every_macro_is_a_kind_of_finding_or_a_part_of_a_sentence() -> None:
 
 def test_sentence_of_a_finding_without_its_numbers_is_an_error() -> None:
     with pytest.raises(UndefinedError):
-        sentence(Finding("slow_rank"))
+        sentence(Finding("not_worse"))
 
 
 @pytest.mark.parametrize(

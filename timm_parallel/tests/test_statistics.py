@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab.analysis.headline import Finding
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,
     LEVEL,

@@ -24,7 +24,6 @@ from timm_parallel.lab.analysis.sequential import FIRST
 from timm_parallel.lab.analysis.settings import can_stop
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
-from timm_parallel.lab.report.collect import collect
 from timm_parallel.lab.report.report import compare
 from timm_parallel.lab.sweep.points import Composer, Point, expand
 from timm_parallel.lab.sweep.sweep import (
@@ -258,7 +257,7 @@ def test_sweep_adds_repeats_of_the_settings_that_are_not_decided_and_of_the_base
     for rate in seeds:
         of_rate = [(job.block, job.seed) for job in jobs.jobs if rate_of(job) == rate]
         assert of_rate == [(block, 42 + block) for block in range(seeds[rate])]
-    [group] = compare(collect([folder]), [folder]).settings
+    [group] = compare([folder]).settings
     # The interval of a setting is that of its own stop.
     assert {contrast.a: contrast.n for contrast in group.contrasts} == {
         f"optim.lr={rate}": seeds[rate] for rate in (0.2, 0.3, 0.4)
@@ -274,7 +273,7 @@ def test_sweep_ends_at_its_largest_or_fixed_number_of_repeats(
     folder = auto_sweep(tmp_path, "0.1,0.5", **{key: repeats})
     jobs = run_sweep(folder)
     assert seeds_of(jobs) == {0.1: repeats, 0.5: repeats}
-    [group] = compare(collect([folder]), [folder]).settings
+    [group] = compare([folder]).settings
     # Only the last of all possible repeats tells which difference could have been shown.
     assert group.contrasts[0].detectable is not None and not group.undecided
     assert bool(group.stops) == (key == "max_repeats"), "a fixed number is tested once"

@@ -163,7 +163,7 @@ def test_console_prints_brackets_literally_instead_of_as_rich_markup(
         Point([f"x={text}"], "0", OmegaConf.create(), Config(), reason)
         for text, reason in (("a:b:c", "[/x]"), ("b", "b"))
     ]
-    show_points(shown, SweepConfig(), lambda data: None)
+    show_points(shown, SweepConfig())
     output = capsys.readouterr().out
     assert output.count("a:b:c") == 2 and output.count("[/x]") == 2, output
 

@@ -407,21 +407,14 @@ def test_report_py_prints_the_path_of_the_report_or_exits_2_for_an_unusable_fold
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "pixels", "title"),
-    [
-        ({"depth": 2}, 32, "vit_tiny (999 parameters, 32 px)"),
-        ({"depth": 2}, [32, 48], "vit_tiny (999 parameters, 32 x 48 px)"),
-        # A run of an older version of this project has not recorded its image size.
-        ({"depth": 2}, None, "vit_tiny (999 parameters)"),
-        ({}, 32, "vit_tiny"),
-    ],
+    ("kwargs", "title"), [({"depth": 2}, "vit_tiny (999 parameters)"), ({}, "vit_tiny")]
 )
-def test_report_title_of_a_changed_model_has_its_parameter_count_and_image_size(
-    tmp_path: Path, kwargs: dict[str, int], pixels: Any, title: str
+def test_report_title_of_a_changed_model_has_its_parameter_count(
+    tmp_path: Path, kwargs: dict[str, int], title: str
 ) -> None:
     sweep = Sweep(tmp_path / "sweep")
     config = {"model": {"name": "vit_tiny", "kwargs": kwargs}}
-    sweep.add("single", 1, config=config, model="vit_tiny", parameters=999, image_size=pixels)
+    sweep.add("single", 1, config=config, model="vit_tiny", parameters=999)
     html, markdown, plain = read(sweep.write())
     [group] = plain["groups"]
     assert group["title"] == f"{title}, strong scaling, global batch 64"

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.distributions import (
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from src.schema import Config
 from tests.template.runs import run_python
@@ -21,7 +26,6 @@ from timm_parallel.keys import SearchConfig
 from timm_parallel.lab.search import search as module
 from timm_parallel.lab.search.search import Follower, Search
 from timm_parallel.lab.search.space import (
-    FROZEN,
     check_space,
     freeze_search,
     natural_direction,
@@ -32,7 +36,7 @@ from timm_parallel.lab.search.space import (
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.result import Job, Jobs, read_jobs, read_result
+from timm_parallel.record.result import SEARCH, Job, Jobs, read_jobs, read_result
 from timm_parallel.testing.commands import processes_of
 
 ROOT = Path(__file__).parents[3]
@@ -77,14 +81,13 @@ def test_search_space_is_parsed_from_hydra_sweep_syntax() -> None:
             }
         )
     }
-    assert (space["a"].low, space["a"].high, space["a"].log, space["a"].step) == (0, 1, False, None)
-    assert (space["b"].low, space["b"].high, space["b"].log) == (1e-4, 1e-1, True)
-    assert (space["c"].low, space["c"].high, space["c"].step) == (1, 3, 1), (
-        "the end of a range is excluded"
-    )
-    assert list(space["d"].options) == ["x", "y"]
-    assert list(space["e"].options) == ["p", "q"]
-    assert (space["f"].low, space["f"].high, space["f"].step) == (1, 8, 1)
+    known = {name: dimension.distribution for name, dimension in space.items()}
+    assert known["a"] == FloatDistribution(0, 1)
+    assert known["b"] == FloatDistribution(1e-4, 1e-1, log=True)
+    assert known["c"] == IntDistribution(1, 3), "the end of a range is excluded"
+    assert known["d"] == CategoricalDistribution(("x", "y"))
+    assert known["e"] == CategoricalDistribution(("p", "q"))
+    assert known["f"] == IntDistribution(1, 8)
     assert space["g.h"].override("2") == "+g.h=2"
 
 
@@ -94,7 +97,7 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         "optim.lr=interval(0.1,0.2)", "optim.weight_decay=0.1", "train.smoothing=interval(0,0.2)"
     )
     assert set(space) == {"optim.lr", "train.smoothing"}
-    assert space["optim.lr"].low == 0.1
+    assert space["optim.lr"].distribution.low == 0.1
 
 
 @pytest.mark.sample(4)
@@ -106,6 +109,7 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         ("optim.lr=interval(-1,1)", "optim.lr"),
         ("train.epochs=interval(1,3)", r"int\(interval"),
         ("optim.lr=tag(log,foo,interval(0.1,1))", " foo;"),
+        ("optim.lr=interval(0.2,0.1)", "optim.lr=interval"),
         ("model=tiny,resnet18", "group"),
         ("hydra.run.dir=a,b", "hydra.run.dir"),
         ("search.sampler=grid", "search.sampler=grid"),
@@ -150,7 +154,7 @@ def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
     tmp_path: Path, text: str | None
 ) -> None:
     if text is not None:
-        (tmp_path / FROZEN).write_text(text)
+        (tmp_path / SEARCH).write_text(text)
     with pytest.raises(ValueError, match=r"search\.yaml: "):
         read_search(tmp_path)
 
@@ -282,7 +286,7 @@ def searched_page(folder: Path, ends: list[tuple[str, float | None, str]]) -> st
     """Write search.html for a study with a trial per (status, value, reason)."""
     import optuna
 
-    from timm_parallel.lab.search.page import write_search_page
+    from timm_parallel.lab.search.search import write_search_page
 
     jobs, searched, state = (
         Jobs(folder, "", []),

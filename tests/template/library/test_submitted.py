@@ -11,7 +11,7 @@ from tests.template.runs import resolved, tiny
 from timm_parallel.lab.jobs import slurm as submitted
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.lab.jobs.slurm import SlurmJob, SlurmQueue, update
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.launch.job import RankExits, conclude, run_job
 from timm_parallel.patches import hydra_parser
 from timm_parallel.record.result import Job, Result, read_jobs, write_result
@@ -138,7 +138,7 @@ def search(folder: Path, *words: str) -> int:
     arguments = hydra_parser().parse_args(
         ["-m", *tiny(f"hydra.sweep.dir={folder}", *WORDS, *words)]
     )
-    return run_multirun(arguments, lambda data: None, lambda data: None)
+    return multirun(arguments)
 
 
 @pytest.mark.nightly
@@ -146,7 +146,7 @@ def search(folder: Path, *words: str) -> int:
 def test_search_submits_every_trial_as_a_slurm_job(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("timm_parallel.lab.search.page.draw_study", lambda study, metric: "")
+    monkeypatch.setattr("timm_parallel.lab.search.search.draw_study", lambda study, metric: "")
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
@@ -157,7 +157,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
     assert "module load cuda" in Path(slurm.scripts[2]).read_text()
     local.write_text("module load rocm\n")
     more = ["-m", f"sweep.resume={folder}", "search.n_trials=4"]
-    assert run_multirun(hydra_parser().parse_args(more), lambda data: None, lambda data: None) == 0
+    assert multirun(hydra_parser().parse_args(more)) == 0
     assert "module load rocm" in Path(slurm.scripts[3]).read_text(), (
         "expected the setup lines of the machine that resumes the search"
     )
@@ -188,7 +188,7 @@ SMALL = (
 
 def script_of(folder: Path, *words: str) -> str:
     arguments = hydra_parser().parse_args(["-m", *SMALL, f"hydra.sweep.dir={folder}", *words])
-    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    assert multirun(arguments) == 0
     return (folder / "job.sbatch").read_text()
 
 
@@ -227,19 +227,19 @@ def test_slurm_array_tasks_update_jobs_json_and_resume_submits_the_unfinished_on
     assert [job.status for job in read_jobs(folder).jobs] == ["waiting", "done", "waiting"]
     assert not (folder / "report.html").exists()
     arguments = hydra_parser().parse_args(["-m", f"sweep.resume={folder}"])
-    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    assert multirun(arguments) == 0
     assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
     monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
-    assert run_multirun(arguments, lambda data: None, lambda data: None) == 0
+    assert multirun(arguments) == 0
     assert "\nmodule load cuda\n" in (folder / "job.sbatch").read_text(), (
         "expected the setup lines of the machine that submits the array"
     )
     for word in ("optim.lr=0.1", "sweep.dry_run=true"):
         changed = hydra_parser().parse_args(["-m", f"sweep.resume={folder}", word])
         with pytest.raises(ValueError, match=f"{word.partition('=')[0]}: .*sweep.resume="):
-            run_multirun(changed, lambda data: None, lambda data: None)
+            multirun(changed)
     ended(folder, 0, "failed")
     ended(folder, 2)
     update(folder)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import pytest
 
 from src.app import app
 from tests.template.runs import draw_images, tiny
-from timm_parallel.data.build import check_data, training_size
 from timm_parallel.entry import run_command
 from timm_parallel.keys import Config
 from timm_parallel.lab.jobs.folders import write_job_folder
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.sweep.sweep import Sweep
 from timm_parallel.machine import hardware
 from timm_parallel.patches import hydra_parser
@@ -89,7 +87,7 @@ def test_sweep_is_refused_before_its_first_job_when_a_batch_exceeds_the_training
         (("optim.lr=1e-3,0.001",), ("optim.lr=1e-3,0.001", "optim.lr=0.001 twice")),
     ],
 )
-def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid_or_given_twice(
+def test_sweep_is_refused_with_a_fix_when_a_swept_value_is_invalid(
     refuse: Refuse, words: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     line = refuse(*SMALL, *words)
@@ -114,9 +112,6 @@ def test_sweep_interrupted_while_writing_job_configs_leaves_no_folder(
         freeze(folder, job, point)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sweep, "freeze_job", interrupted)
-    # Disable the progress display, which a slow machine would print in addition to the one expected
-    # line.
-    monkeypatch.setattr("timm_parallel.lab.sweep.board.SILENT_SECONDS", 1000.0)
     folder = tmp_path / "sweep"
     monkeypatch.setattr(
         sys, "argv", ["train.py", *SMALL, "seed=1,2,3", f"hydra.sweep.dir={folder}"]
@@ -146,13 +141,13 @@ def no_jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waiting
 
 
-def start(folder: Path, *words: str, check: Callable[[Config], None] = check_data) -> Jobs:
+def start(folder: Path, *words: str) -> Jobs:
     """Start a sweep with the given overrides, so that the configs of all its jobs are written.
     No job runs.
     """
     command = tiny("parallel=single", f"hydra.sweep.dir={folder}", *words)
     sys.argv[:] = ["train.py", "-m", *command]
-    assert run_multirun(parse("-m", *command), lambda data: None, check) == 0
+    assert multirun(parse("-m", *command)) == 0
     return read_jobs(folder)
 
 
@@ -175,7 +170,7 @@ def test_sweep_prints_the_reason_of_a_skipped_job(
 
 
 def resume(folder: Path) -> int:
-    return run_multirun(parse("-m", f"sweep.resume={folder}"), lambda data: None, check_data)
+    return multirun(parse("-m", f"sweep.resume={folder}"))
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +180,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow(seconds=2)
 def test_sweep_checks_each_data_once_and_when_resumed_writes_changed_configs_of_jobs_again(
-    tmp_path: Path, no_jobs: list[str]
+    tmp_path: Path, no_jobs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One deleted folder is of a finished job, the other of a waiting job. The config of another
     waiting job was edited, and the recorded command too, so composing it again would give other
@@ -197,8 +192,9 @@ def test_sweep_checks_each_data_once_and_when_resumed_writes_changed_configs_of_
     def check(config: Config) -> None:
         sizes.append(config.data.limit_train)
 
+    monkeypatch.setattr("timm_parallel.lab.sweep.points.check_data", check)
     words = ("optim.lr=1e-3,1e-4", "data.limit_train=64,128", "sweep.repeats=2")
-    jobs = start(folder, *words, check=check)
+    jobs = start(folder, *words)
     assert sizes == [64, 128]
     for job in jobs.jobs:
         if job.folder not in ("1_block_0", "1_block_1"):
@@ -343,9 +339,7 @@ def test_tuning_report_recommends_nothing_when_no_setting_is_shown_to_be_faster(
 
 
 def tune(*overrides: str) -> int:
-    return run_multirun(
-        hydra_parser().parse_args(["-m", *SHORT, *overrides]), training_size, check_data
-    )
+    return multirun(hydra_parser().parse_args(["-m", *SHORT, *overrides]))
 
 
 @pytest.mark.sample(2)
@@ -370,13 +364,13 @@ def test_sweep_tune_is_refused_together_with_seeds_concurrent_jobs_a_search_or_s
 
 
 @pytest.mark.slow(seconds=1)
-def test_speed_tuning_repeats_each_new_setting_but_no_thread_count_above_the_cores(
+def test_speed_tuning_repeats_each_new_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: 0)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     new = ["train.precision=bf16", "train.precision=bf16 model.channels_last=true"]
-    tried = [*new, new[0], "train.precision=fp32", "parallel.threads_per_device=4"]
+    tried = [*new, new[0], "train.precision=fp32"]
     folder = tmp_path / "sweep"
     assert tune(f"sweep.tune={tried}", "sweep.repeats=2", f"hydra.sweep.dir={folder}") == 0
     jobs = read_jobs(folder).jobs

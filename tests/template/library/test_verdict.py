@@ -25,7 +25,8 @@ from tests.template.repositories import NEEDS_GIT, git, make_template
 from timm_parallel.app import root
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command
-from timm_parallel.lab.analysis.findings import Finding
+from timm_parallel.lab import code_copy
+from timm_parallel.lab.analysis.headline import Finding
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.sequential import (
     BETTER,
@@ -52,7 +53,6 @@ from timm_parallel.lab.analysis.verdict import (
 from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.report.sentences import sentences
 from timm_parallel.lab.report.tables import verdict_table
-from timm_parallel.lab.verdict import versions
 from timm_parallel.metric import metric_name
 from timm_parallel.record.result import read_jobs
 
@@ -368,7 +368,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_plots: N
     git(folder, "init", "-q", "-b", "main")
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "First")
-    monkeypatch.setattr(versions, "root", lambda: folder)
+    monkeypatch.setattr(code_copy, "root", lambda: folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -457,7 +457,7 @@ def test_verdict_copies_no_ignored_and_no_large_files_and_notes_other_requiremen
     (repository / "ignored.txt").write_text("1\n")
     (repository / "conf/local/default.yaml").write_text("seed: 1\n")
     (repository / "link").symlink_to("/nowhere")
-    monkeypatch.setattr(versions, "LARGEST", 1999 + len(TRAIN))
+    monkeypatch.setattr(code_copy, "LARGEST", 1999 + len(TRAIN))
     (repository / "large.bin").write_bytes(b"0" * (2000 + len(TRAIN)))
     _, values = run(capsys, "sweep.repeats=2")
     copies = Path(values["sweep"]) / "code"
@@ -630,9 +630,9 @@ RESULTS = "outputs/sweeps/*/*/*/result.json"
 KILLED = """
 import sys
 from pathlib import Path
-from timm_parallel.lab.verdict import versions
+from timm_parallel.lab import code_copy
 from scripts.verdict import main
-versions.root = lambda: Path(sys.argv[1])
+code_copy.root = lambda: Path(sys.argv[1])
 main(["base=main", "sweep.repeats=auto"])
 """
 

@@ -14,17 +14,18 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from timm_parallel.lab.analysis.runs import RunRecord
-from timm_parallel.lab.analysis.scales import RATIO, Scale
 from timm_parallel.lab.analysis.sequential import FIRST, NO_DIFFERENCE, WORSE, Plan, word_of
 from timm_parallel.lab.analysis.statistics import (
     LEVEL,
     NOT_MEASURABLE,
+    RATIO,
     SMALLEST_DIFFERENCE,
     SUPPORTED,
     Contrast,
     Estimate,
     Model,
     Row,
+    Scale,
     Summary,
     decide,
     mean_interval,
@@ -439,16 +440,13 @@ def join_short(items: Iterable[str], limit: int = 4) -> str:
 
 def model_name(run: RunRecord) -> str:
     """Return the name of a run's model, for example `resnet18`. If model.kwargs changes the model,
-    add its size: `vit_tiny_patch16_224 (61,114 parameters, 32 px)`.
+    add its size: `vit_tiny_patch16_224 (61,114 parameters)`.
     """
     name = str(run.result.get("model") or DASH)
     if not any(key.startswith("model.kwargs.") for key in run.config):
         return name
-    parameters, sides = run.integer("parameters"), run.entries(int, "image_size")
-    pixels = " x ".join(map(str, sides)) or run.integer("image_size")
-    details = [f"{parameters:,} parameters"] if parameters is not None else []
-    details += [f"{pixels} px"] if pixels is not None else []
-    return f"{name} ({', '.join(details)})" if details else name
+    parameters = run.integer("parameters")
+    return name if parameters is None else f"{name} ({parameters:,} parameters)"
 
 
 def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:

@@ -1,24 +1,21 @@
 """Headline result of a report: findings, and the command that trains the recommended configuration.
 Each kind of comparison has its own rule.
+
+Findings are the statements of a report, before they are put into words. A finding is a kind with
+numbers. `lab/report/sentences.j2` has one macro per kind, with a parameter per number.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
+from typing import Any, Literal
 
 from timm_parallel.keys import TrainConfig
-from timm_parallel.lab.analysis.findings import (
-    Finding,
-    Kind,
-    finding,
-    point_numbers,
-    setting_numbers,
-)
-from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group, with_contrasts
+from timm_parallel.lab.analysis.groups import SPEED, Configuration, Group
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.sequential import EQUAL
 from timm_parallel.lab.analysis.statistics import (
@@ -33,6 +30,92 @@ from timm_parallel.lab.analysis.statistics import (
 # setting.
 FAR = 8.0
 TUNE = "experiment=tune"
+
+Kind = Literal[
+    # Strategies and numbers of devices, compared by their speed.
+    "disturbed",
+    "no_speed",
+    "simplest",
+    "not_compared",
+    "alone",
+    "no_gain",
+    "faster_than_single",
+    # Settings, compared by a metric.
+    "better",
+    "too_few_repeats",
+    "all_equal",
+    "best_mean",
+    "only_setting",
+    "until_decided",
+    "expected",
+    "not_worse",
+    "other_baseline",
+    "lost_runs",
+    "far_off",
+    "extended",
+    "over_folds",
+    "over_seeds",
+    # A change of the code.
+    "refused",
+    "refused_by_code",
+    "not_ended",
+    "failed",
+    "loses_runs",
+    "not_measured",
+    "head_is",
+    "noted",
+    "not_equal",
+    "number_of_verdict",
+    # Notes below a table.
+    "devices_are_threads",
+    "more_threads_than_cores",
+    "unlike_threads",
+    "odd_run",
+    # A pair of configurations, and the jobs of a page.
+    "pair",
+    "ratio",
+    "sweep_not_ended",
+    "unknown_direction",
+    "code_changed",
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement of a report. `numbers` has plain values only, as report.json stores them."""
+
+    kind: Kind
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def finding(kind: Kind, **numbers: Any) -> Finding:
+    """Build a finding from its numbers."""
+    return Finding(kind, numbers)
+
+
+def point_numbers(point: Configuration) -> dict[str, Any]:
+    """Return what names a strategy on a number of devices."""
+    return {
+        "strategy": point.first.strategy,
+        "devices": point.first.devices,
+        "nodes": point.first.nodes,
+        "options": point.options,
+    }
+
+
+def setting_numbers(setting: Configuration) -> dict[str, Any]:
+    """Return what names a setting: its label, and how many of its runs were lost for each
+    reason.
+    """
+    reasons = Counter(
+        "not finite" if run.status == "done" else run.status.replace("_", " ")
+        for run in setting.lost
+    )
+    return {
+        "label": setting.label,
+        "lost": dict(reasons),
+        "runs": len(setting.lost) + len(setting.runs),
+    }
 
 
 @dataclass(frozen=True)
@@ -216,35 +299,11 @@ def _none_better(group: Group) -> Recommendation:
         contrast=contrast.fields,
         is_baseline=of_highest is None,
     )
-    return _expect(group, highest, [best, *_better_without_far_runs(group)])
+    return _expect(group, highest, [best])
 
 
 def _best(group: Group, contrasts: Iterable[Contrast]) -> Contrast:
     return max(contrasts, key=lambda contrast: group.scale.sign * (contrast.effect or 0))
-
-
-def _better_without_far_runs(group: Group) -> Iterable[Finding]:
-    """Yield the best setting that is better than the baseline if runs of the baseline that are far
-    worse than its others, such as diverged ones, do not count.
-    """
-    far = [run for setting, run in _far_off(group) if setting.label == group.baseline]
-    # Two values that are left would say little about the noise of the baseline.
-    if not far or len(group.named(group.baseline).values) - len(far) < 3:
-        return
-    left_out = {(group.baseline, run.config.get(group.members[0].block)) for run in far}
-    rows = [row for row in group.rows[group.metric] if row[:2] not in left_out]
-    rest = replace(group, rows={group.metric: rows})
-    [rest] = with_contrasts([rest], group.smallest_difference)
-    shown = [contrast for contrast in rest.contrasts if contrast.verdict == SUPPORTED]
-    if shown:
-        contrast = _best(group, shown)
-        yield finding(
-            "better_without",
-            runs=[run.name for run in far],
-            metric=group.metric,
-            setting=setting_numbers(group.named(contrast.a)),
-            contrast=contrast.fields,
-        )
 
 
 def _only_setting(group: Group) -> Recommendation:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from timm_parallel.machine.text import as_number, plural
@@ -202,20 +201,6 @@ class RunRecord:
         parts = {name: self.number(f"step.{name}") for name in STEP_PARTS}
         known = {name: value for name, value in parts.items() if value is not None}
         return known if len(known) == len(STEP_PARTS) and sum(known.values()) > 0 else None
-
-    @property
-    def rank_shares(self) -> dict[str, float]:
-        """Return a dictionary from rank to its time per step for data and computing, divided by the
-        median over the ranks. Empty if no times were recorded.
-        """
-        times = {
-            f"rank {entry.get('rank')} on {entry.get('host') or 'an unknown host'}": data + compute
-            for entry in self.entries(dict, "ranks")
-            if (data := as_number(entry.get("data_ms"))) is not None
-            if (compute := as_number(entry.get("compute_ms"))) is not None
-        }
-        middle = median(times.values()) if times else 0
-        return {rank: time / middle for rank, time in times.items()} if middle > 0 else {}
 
     @cached_property
     def is_of_tuning(self) -> bool:

@@ -20,9 +20,8 @@ from timm_parallel.lab.analysis.groups import (
     varied,
 )
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
-from timm_parallel.lab.analysis.scales import RATIO, Scale, scale_of
 from timm_parallel.lab.analysis.sequential import Plan
-from timm_parallel.lab.analysis.statistics import LEVEL
+from timm_parallel.lab.analysis.statistics import LEVEL, RATIO, Scale, scale_of
 from timm_parallel.machine.text import yaml_text
 
 BLOCKS = ("seed", "data.fold")
@@ -205,18 +204,10 @@ def _swept_values(first: Sequence[RunRecord], keys: Sequence[str]) -> list[dict[
 
 
 def _differing(texts: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return, for each setting, the values of the keys in which the settings differ. Long numbers
-    of a search are rounded if they stay distinct.
-    """
+    """Return, for each setting, the values of the keys in which the settings differ."""
     columns = {key: [of_setting[key] for of_setting in texts] for key in texts[0]}
-    kept = {key: _rounded(column) for key, column in columns.items() if len(set(column)) > 1}
+    kept = {key: column for key, column in columns.items() if len(set(column)) > 1}
     return [{key: kept[key][place] for key in kept} for place in range(len(texts))]
-
-
-def _rounded(column: list[str]) -> list[str]:
-    is_long = re.compile(r"-?\d+\.\d{6,}(e-?\d+)?").fullmatch
-    short = [f"{float(text):.4g}" if is_long(text) else text for text in column]
-    return short if len(set(short)) == len(set(column)) else column
 
 
 def _default(run: RunRecord, key: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import (
     NOT_A_SETTING,
     SPEED,
@@ -20,7 +19,6 @@ from timm_parallel.lab.analysis.groups import (
     describe_settings,
     model_name,
     simplest,
-    summarize_columns,
     varied,
 )
 from timm_parallel.lab.analysis.runs import RunRecord
@@ -35,8 +33,6 @@ LEVELS = {SPEED: LEVEL} | dict.fromkeys(
 )
 # Order of the strategies in a table. Custom strategies come last.
 COMPLEXITY = {"single": 0, "dp": 1, "ddp": 2, "fsdp": 3}
-# The report warns of a rank that takes this many times as long as the median rank.
-SLOW_RANK = 1.1
 # Keys that do not separate groups: the configurations of a group differ in them on purpose, or a
 # condition of the group holds their value.
 _NOT_OF_A_GROUP = (*NOT_A_SETTING, "parallel.", "model.name", "data.batch_size")
@@ -186,13 +182,3 @@ def same_threads(group: Group, point: Configuration) -> bool:
         for p in (point, group.named(group.baseline))
     )
     return threads == of_single
-
-
-def warnings(group: Group) -> list[Finding]:
-    """Return findings that warn of slow ranks."""
-    return [
-        finding("slow_rank", label=point.label, rank=rank, ratio=share.median)
-        for point in group.members
-        for rank, share in summarize_columns(run.rank_shares for run in point.runs).items()
-        if share.median >= SLOW_RANK
-    ]

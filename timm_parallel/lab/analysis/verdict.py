@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from timm_parallel.lab.analysis.findings import Finding, finding
 from timm_parallel.lab.analysis.groups import Configuration, Group, with_contrasts
+from timm_parallel.lab.analysis.headline import Finding, finding
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_overrides
 from timm_parallel.lab.analysis.sequential import (
     BETTER,

@@ -162,8 +162,6 @@ class LocalJob:
         """
         if self.exit_code() == -signal.SIGKILL and hardware.oom_kills() > self._oom_kills:
             return "out_of_memory", "the kernel killed the launcher of the job for lack of memory"
-        if not self.folder.is_dir():
-            return "failed", f"{self.folder}: this run folder was deleted or moved"
         if self.exit_code() == -signal.SIGKILL:
             return "failed", (
                 "the job was killed by SIGKILL, usually for lack of memory; use a smaller batch or "
@@ -225,4 +223,6 @@ class LocalJob:
         if (result.status, result.neighbours) != before:
             write_result(self.folder, result)
         job.status, job.reason = result.status, result.reason
+        # The duration of the run itself is without the time in Slurm's queue.
+        job.seconds = result.seconds.get("total", job.seconds)
         return result

@@ -35,7 +35,7 @@ from timm_parallel.lab.jobs.local_job import LocalJob, Watch, sync_from_result
 from timm_parallel.lab.jobs.scheduler import Requirement
 from timm_parallel.launch.job import SAFE_PATH
 from timm_parallel.machine.files import lock_folder, write_text
-from timm_parallel.record.result import UNFINISHED, Job, Jobs, Result, read_jobs, read_status
+from timm_parallel.record.result import UNFINISHED, Job, Jobs, read_jobs, read_status
 
 # Time between two queries of Slurm's queue. It is long, because all users share the controller.
 LOOK_SECONDS = 3.0
@@ -118,13 +118,6 @@ class SlurmJob(LocalJob):
         if self._number is not None:
             self._cancelled = True
             cancel(self._number)
-
-    def conclude(self, stopped_by: int | None) -> Result | None:
-        result = super().conclude(stopped_by)
-        if result is not None:
-            # Record the duration of the run itself, without the time in Slurm's queue.
-            self.job.seconds = result.seconds.get("total")
-        return result
 
     def without_result(self, error: str) -> tuple[str, str]:
         state = state_of(str(self._number))

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from timm_parallel.errors import ReplicasDifferError
-from timm_parallel.lab.analysis.findings import finding
 from timm_parallel.lab.analysis.groups import Configuration, Group, join_short, simplest
+from timm_parallel.lab.analysis.headline import finding
 from timm_parallel.lab.analysis.runs import RunRecord
 from timm_parallel.lab.analysis.statistics import (
     INCONCLUSIVE,

@@ -7,8 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ from timm_parallel.lab.analysis.verdict import CODE, Record
 from timm_parallel.machine.files import read_json
 from timm_parallel.machine.text import as_number
 from timm_parallel.record.environment import CODE_DIFF
-from timm_parallel.record.result import VERDICT, Job, read_jobs, read_metrics, read_result
+from timm_parallel.record.result import SEARCH, VERDICT, Job, read_jobs, read_metrics, read_result
 
 # Use the YAML loader of libyaml if it is installed. The loader in Python needs 15 ms per config,
 # which is a minute for a large study.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def collect(folders: list[Path]) -> list[RunRecord]:
+def collect(folders: Sequence[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
     folder is neither a run nor a sweep, or if it cannot be read.
     """
@@ -99,10 +98,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         block=job.block if job else 0,
         position=job.id if job else None,
         overrides=overrides,
-        # Recognize a trial of a search by this override. A search that an experiment file switched
-        # on gives it to all of its trials.
-        is_trial=_chose_search(folder)
-        or (job is not None and "search.sampler=null" in job.overrides),
+        is_trial=((root / sweep if job else folder.parent) / SEARCH).is_file(),
         seed=job.seed if job else None,
         changes=_hash(folder / CODE_DIFF),
         result=result,
@@ -137,15 +133,6 @@ def read_curve(folder: Path, metric: str) -> dict[int, float]:
 
 def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:6] if path.is_file() else ""
-
-
-def _chose_search(folder: Path) -> bool:
-    """Return True if .hydra/hydra.yaml of a run says that a file of conf/search was chosen."""
-    # Search the text instead of parsing it, because parsing takes 10 ms.
-    path = folder / ".hydra" / "hydra.yaml"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    match = re.search(r"^    choices:\n(?:      .*\n)*?      search: (\S+)$", text, re.MULTILINE)
-    return match is not None and match[1] != "null"
 
 
 def _read(path: Path, kind: str, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import jinja2
 
-from timm_parallel.lab.analysis.findings import Finding
 from timm_parallel.lab.analysis.groups import DASH, join_short
-from timm_parallel.lab.analysis.scales import Unit
-from timm_parallel.lab.analysis.statistics import Contrast, Summary
+from timm_parallel.lab.analysis.headline import Finding
+from timm_parallel.lab.analysis.statistics import Contrast, Summary, Unit
 from timm_parallel.machine.text import plural
 
 # If the upper limit of the interval of a ratio is larger than this, the report prints no number.

@@ -10,8 +10,8 @@ from textwrap import shorten
 
 import pandas as pd
 
-from timm_parallel.lab.analysis.findings import finding
 from timm_parallel.lab.analysis.groups import DASH, Configuration, Group, join_short, values
+from timm_parallel.lab.analysis.headline import finding
 from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord
 from timm_parallel.lab.analysis.sequential import LEVEL, word_of
 from timm_parallel.lab.analysis.statistics import (
@@ -39,11 +39,9 @@ from timm_parallel.lab.report.sentences import (
 from timm_parallel.machine.text import yaml_text
 
 NOT_HERE = "n/a"
-# Largest number of links to the runs of a configuration, of named outliers of a group, and of
+# Largest number of links to the runs of a configuration, of named runs of a group, and of
 # devices whose memory is shown.
 MOST_LINKS, MOST_NAMED, MOST_DEVICES = 12, 12, 8
-# A run is named as an outlier if its speed is below this share of its configuration's median.
-OUTLIER = 0.75
 # Largest number of jobs in the table of unfinished jobs. The file report.csv has all.
 MOST_UNFINISHED = 300
 # Characters of a reason in the table of unfinished jobs.
@@ -319,23 +317,15 @@ def _notes(group: Group) -> list[str]:
     if not all(same_threads(group, point) for point in group.members):
         notes.append(finding("unlike_threads"))
     odd = [
-        finding("odd_run", run=run.name, label=point.label, reasons=reasons)
+        finding("odd_run", run=run.name, label=point.label, reasons=run.flags)
         for point in group.members
         for run in point.runs
-        if (reasons := _oddities(run, point))
+        if run.flags
     ]
     return [
         *map(sentence, [*notes, *odd[:MOST_NAMED]]),
         *_rest(len(odd) - MOST_NAMED, "Doubtful, but kept: {} more runs, in report.csv."),
     ]
-
-
-def _oddities(run: RunRecord, point: Configuration) -> list[str]:
-    """Return why the measurements of a run are doubtful: other load, heat, or a low speed."""
-    speed, usual = run.measure("images_per_sec"), point.speed
-    if speed is not None and usual and speed < OUTLIER * usual.median:
-        return [*run.flags, f"{figure(speed)} images/s, an outlier"]
-    return run.flags
 
 
 def _rest(count: int, note: str) -> list[str]:

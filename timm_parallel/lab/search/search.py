@@ -9,18 +9,20 @@ trials can be continued.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timm_parallel.cluster.slurm import JOB_ID, check_scheduler
 from timm_parallel.config.compose import Command
 from timm_parallel.keys import Config, SearchConfig
+from timm_parallel.lab.image_page import render_page
 from timm_parallel.lab.jobs.local_job import sync_from_result
 from timm_parallel.lab.jobs.scheduler import jobs_at_a_time
 from timm_parallel.lab.jobs.slurm import SlurmQueue
@@ -37,6 +39,7 @@ from timm_parallel.lab.sweep.points import Point, check_jobs_data, freeze_job, k
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.machine.files import claim_folder
 from timm_parallel.machine.secrets import hide
+from timm_parallel.machine.text import plural
 from timm_parallel.record.result import (
     FAILED,
     UNFINISHED,
@@ -52,14 +55,9 @@ if TYPE_CHECKING:
     import optuna
 
 
-# Optuna is slow to import, so that it is only imported for type checks here.
-
-
-def start_search(command: Command, base: Point, check_data: Callable[[Config], None]) -> int:
-    """Start a new hyper-parameter search and run its trials. Return the exit code.
-
-    `base`: configuration on which all trials are based. `check_data`: function that raises
-    ValueError if the data of a config cannot be used.
+def start_search(command: Command, base: Point) -> int:
+    """Start a new hyper-parameter search and run its trials. Return the exit code. `base`:
+    configuration on which all trials are based.
     """
     config, settings = command.config, command.config.search
     if config.cluster.scheduler == "slurm" and not config.cluster.submit:
@@ -69,7 +67,7 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
         )
     check_scheduler(config.cluster)
     space = read_space(command)
-    check_jobs_data(check_space(config, base.tree, space), check_data)
+    check_jobs_data(check_space(config, base.tree, space))
     max_jobs = jobs_at_a_time("search.n_jobs", settings.n_jobs, config)
     folder = claim_folder(Path(str(command.tree.hydra.sweep.dir)))
     freeze_search(
@@ -82,23 +80,17 @@ def start_search(command: Command, base: Point, check_data: Callable[[Config], N
     )
     try:
         search = Search(new_jobs(folder), settings.n_trials, max_jobs, is_new=True)
-    except ValueError:
-        shutil.rmtree(folder)
-        raise
-    try:
         return search.run()
     except ValueError:
-        # If Slurm rejected the first trial, it would reject all others too. Remove the folder and
-        # the study, so that the name of the study can be used again.
-        if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
-            import optuna
-
-            optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
+        # Remove a search without a trial: its study could not be created, or Slurm rejected its
+        # first trial and would reject all others too.
+        is_local = config.cluster.scheduler == "local"
+        if not any(folder.glob("*/config.yaml" if is_local else f"*/{JOB_ID}")):
             shutil.rmtree(folder)
         raise
 
 
-def resume_search(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+def resume_search(folder: Path, command: Command) -> int:
     """Continue the hyper-parameter search in `folder` until it has search.n_trials trials. Return
     the exit code.
     """
@@ -110,7 +102,7 @@ def resume_search(folder: Path, command: Command, check_data: Callable[[Config],
             setattr(config.search, key, getattr(command.config.search, key))
     # Check the search space again when a search is resumed. On a machine that cannot run the
     # trials, all of them would otherwise be skipped.
-    check_jobs_data(check_space(config, base, space), check_data)
+    check_jobs_data(check_space(config, base, space))
     max_jobs = jobs_at_a_time("search.n_jobs", config.search.n_jobs, config)
     jobs = read_jobs(folder)
     jobs.status = "running"
@@ -121,8 +113,6 @@ class Search(Runner):
     """Runner of a hyper-parameter search. When a device is free, Optuna's study chooses the values
     of the next trial. The number of a trial is the id of its job.
     """
-
-    needed_at_end = ("timm_parallel.lab.search.page",)
 
     def __init__(self, jobs: Jobs, n_trials: int, max_jobs: int | None, *, is_new: bool) -> None:
         """Open Optuna's study and list the trials that still have to run. `max_jobs`: largest
@@ -136,16 +126,6 @@ class Search(Runner):
         self.n_trials = n_trials
         # Number of trials that have failed since this process started.
         self.failed = 0
-        # Take results from the study that jobs.json does not have. They exist if the search was
-        # killed after it had written to the study and before it wrote jobs.json.
-        attributes = {
-            trial.number: trial.user_attrs
-            for trial in self.study.get_trials()
-            if trial.state.is_finished()
-        }
-        for job in jobs.jobs:
-            if job.status in UNFINISHED and job.id in attributes:
-                job.status, job.reason = attributes[job.id]["status"], attributes[job.id]["reason"]
         begun = sum(job.status not in UNFINISHED or bool(job.overrides) for job in jobs.jobs)
         del jobs.jobs[max(begun, n_trials) :]
         for number in range(len(jobs.jobs), n_trials):
@@ -162,8 +142,6 @@ class Search(Runner):
         self._next: Job | None = None
         # Trials whose values are chosen and whose results the study does not have yet.
         self._trials: dict[int, optuna.Trial] = {}
-        # Objectives of the trials that ended since this process started.
-        self._values: dict[int, float] = {}
 
     def run(self) -> int:
         """Run the search as the base class does. Raises ValueError if the database of the study
@@ -205,7 +183,7 @@ class Search(Runner):
         """
         if job.status != "done":
             return f"trial {job.id}  {job.status}"
-        return f"trial {job.id}  {self.config.objective} {self._values[job.id]:.4f}"
+        return f"trial {job.id}  {self.config.objective} {self._objective(job):.4f}"
 
     def _ask(self) -> Job | None:
         """Let the study choose the next trial that can run on this machine, save its config and
@@ -247,21 +225,20 @@ class Search(Runner):
         """
         from optuna.trial import TrialState
 
-        value = (
-            read_result(self.jobs.folder / job.folder).objective if job.status == "done" else None
-        )
-        if job.status == "done" and (value is None or not math.isfinite(value)):
-            job.status, job.reason = "not_finite", f"{self.config.objective} is {value}"
-        trial.set_user_attr("status", job.status)
-        trial.set_user_attr("reason", job.reason)
+        value = self._objective(job) if job.status == "done" else None
+        if value is not None and not math.isfinite(value):
+            value, job.status = None, "not_finite"
+            job.reason = f"{self.config.objective} is not finite"
         self.failed += job.status in FAILED
-        if job.status == "done" and value is not None:
-            self._values[job.id] = value
-            self.study.tell(trial, value)
-        elif job.status != "interrupted":
-            self.study.tell(
-                trial, state=TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL
-            )
+        if job.status != "interrupted":
+            failed = TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL
+            state = failed if value is None else TrialState.COMPLETE
+            # A search that was killed before it wrote jobs.json has reported the trial already.
+            self.study.tell(trial, value, state=state, skip_if_finished=True)
+
+    def _objective(self, job: Job) -> float:
+        value = read_result(self.jobs.folder / job.folder).objective
+        return math.nan if value is None else value
 
     def _has_failed_too_often(self) -> bool:
         """Return True if more trials have failed than search.max_failure_rate allows. Then no
@@ -280,8 +257,6 @@ class Search(Runner):
         """Write search.html and print the summary of the search. Return the exit code, which is 0
         if the search has finished and a trial has a value.
         """
-        from timm_parallel.lab.search.page import write_search_page
-
         print(f"search       {self.jobs.counts()}")
         has_value = any(job.status == "done" for job in self.jobs.jobs)
         if has_value:
@@ -356,11 +331,7 @@ def ask(
 
     begun = [trial for trial in study.get_trials(deepcopy=False) if trial.number == number]
     study.sampler = _sampler(settings, number, max_jobs)
-    trial = (
-        Trial(study, begun[0]._trial_id)
-        if begun and not begun[0].state.is_finished()
-        else study.ask()
-    )
+    trial = Trial(study, begun[0]._trial_id) if begun else study.ask()
     if trial.number != number:
         raise ValueError(
             f"search.study_name={study.study_name}: the study of this name contains trials of "
@@ -368,7 +339,7 @@ def ask(
         )
     for dimension in space:
         # A trial that a stopped search has begun keeps its values.
-        trial._suggest(dimension.name, dimension.distribution())
+        trial._suggest(dimension.name, dimension.distribution)
     return trial
 
 
@@ -433,3 +404,60 @@ class Follower:
                     "median of earlier trials"
                 )
         return ""
+
+
+def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
+    """Write search.html into the folder of a search and return its path: the best trial with its
+    command, Optuna's plot of the values against each key, and a table of the trials.
+    """
+    # Import pandas only here, because the import is slow.
+    import pandas as pd
+
+    metric = config.objective
+    trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
+    rows = []
+    for job in jobs.jobs:
+        value = trials[job.id].value if job.status == "done" else None
+        params = trials[job.id].params if job.id in trials else {}
+        row = {"trial": job.id, metric: value, "status": job.status, "seconds": job.seconds}
+        rows.append({**row, **params, "reason": job.reason})
+    table = pd.DataFrame(rows).sort_values(metric, ascending=config.search.direction == "minimize")
+    best, path = table.iloc[0], jobs.folder / "search.html"
+    job = jobs.jobs[best["trial"]]
+    render_page(
+        "search/page.html.j2",
+        path,
+        metric=metric,
+        counts=jobs.counts(),
+        value=best[metric] if pd.notna(best[metric]) else None,
+        trials=plural(int(table[metric].count()), "trial"),
+        job=job,
+        command=shlex.join(["python", "train.py", *job.overrides]),
+        image=draw_study(study, metric),
+        table=table.to_html(
+            index=False, na_rep="", float_format="{:.4g}".format, border=0, classes="figures"
+        ),
+    )
+    return path
+
+
+def draw_study(study: optuna.Study, metric: str) -> str:
+    """Draw the values of the trials against each searched key, and return the plot as an HTML
+    image. Without a value, the text is empty.
+    """
+    from matplotlib import pyplot
+    from optuna.trial import TrialState
+    from optuna.visualization import matplotlib as plots
+
+    if not study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+        return ""
+    pyplot.switch_backend("Agg")
+    with warnings.catch_warnings():
+        # Hide Optuna's warning that its plots with matplotlib are experimental.
+        warnings.simplefilter("ignore")
+        plots.plot_slice(study, target_name=metric)
+    svg = io.BytesIO()
+    pyplot.savefig(svg, format="svg", bbox_inches="tight")
+    pyplot.close("all")
+    encoded = base64.b64encode(svg.getvalue()).decode()
+    return f'<img alt="plot_slice" src="data:image/svg+xml;base64,{encoded}">'

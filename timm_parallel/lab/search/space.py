@@ -1,5 +1,5 @@
 """Search space of a hyper-parameter search: keys with values in Hydra's sweep syntax. This module
-also builds the config of a trial from given values.
+also builds the config of a trial from given values, and of each setting that `sweep.tune` tries.
 
 A config group such as `model=tiny,resnet18` cannot be searched. Later trials would have to read
 conf/ again, which may have been edited since.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from timm_parallel.config.compose import Command, to_config
-from timm_parallel.config.explain import explain, is_known, key_hint
+from timm_parallel.config.explain import explain
 from timm_parallel.keys import Config
 from timm_parallel.lab.sweep.points import Point, make_point, settle, task_overrides
 from timm_parallel.machine.files import write_text
+from timm_parallel.record.result import SEARCH
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-# File with the base config of all trials, in the sweep folder.
-FROZEN = "search.yaml"
-# Number of combinations of extreme values that are tried before a search is rejected.
+# Number of combinations of extreme values that are checked before a search starts.
 MAX_CORNERS = 32
 SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
 TAGS = ("log", "int", "float")
@@ -47,36 +47,29 @@ NOT_SEARCHED = (
 
 @dataclass(frozen=True)
 class Dimension:
-    """One searched key and its possible values: either options, as texts in Hydra's syntax, or
-    numbers from `low` to `high` inclusive.
-    """
+    """One searched key and the distribution of its values. Options are texts in Hydra's syntax."""
 
-    # The searched key, such as `optim.lr`.
-    name: str
     # The searched key as written in an override, with + or ++ if the config does not have the key
     # yet.
     key: str
     # The values of the key, as the user wrote them.
     text: str
-    options: tuple[str, ...] = ()
-    low: float = 0
-    high: float = 0
-    # Distance between two neighboring values of the key, or None if every number in the range is
-    # allowed.
-    step: float | None = None
-    log: bool = False
+    distribution: BaseDistribution
+
+    @property
+    def name(self) -> str:
+        """The searched key, such as `optim.lr`."""
+        return self.key.lstrip("+")
+
+    @property
+    def ends(self) -> list[str]:
+        """Overrides with the lowest and the highest value of the key, or with each option."""
+        known: Any = self.distribution
+        options = getattr(known, "choices", None) or (known.low, known.high)
+        return [self.override(value) for value in options]
 
     def override(self, value: float | str) -> str:
         return f"{self.key}={value}"
-
-    def distribution(self) -> BaseDistribution:
-        from optuna import distributions
-
-        if self.options:
-            return distributions.CategoricalDistribution(self.options)
-        if isinstance(self.low, int) and isinstance(self.step, int):
-            return distributions.IntDistribution(self.low, int(self.high), self.log, self.step)
-        return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
 
 
 def read_space(command: Command) -> list[Dimension]:
@@ -108,8 +101,6 @@ def read_space(command: Command) -> list[Dimension]:
             raise ValueError(
                 f"{written}: a search cannot vary the key {name}; give it a single value"
             )
-        if not is_known(name):
-            raise ValueError(f"{written}: unknown key {name}{key_hint(name)}")
     return list(space.values())
 
 
@@ -142,49 +133,47 @@ def _dimension(override: Any) -> Dimension:
     """Convert an override in Hydra's sweep syntax to a Dimension. Raises ValueError if its values
     are not valid for a search.
     """
-    name, sweep = override.key_or_group, override.value()
-    written = str(override.input_line)
+    sweep, written = override.value(), str(override.input_line)
     key, _, text = written.partition("=")
-    tags = set(getattr(sweep, "tags", ()))
-    if override.is_interval_sweep():
-        if unknown := tags.difference(TAGS):
-            raise ValueError(
-                f"{written}: unknown tag {', '.join(sorted(unknown))}; use one of these: "
-                f"{', '.join(TAGS)}"
-            )
-        low, high = (
-            (int(sweep.start), int(sweep.end)) if "int" in tags else (sweep.start, sweep.end)
-        )
-        if not low < high or ("log" in tags and low <= 0):
-            raise ValueError(
-                f"{written}: expected interval(a,b) with a < b; with tag(log) also a > 0"
-            )
-        return Dimension(
-            name, key, text, (), low, high, 1 if isinstance(low, int) else None, "log" in tags
-        )
-    if tags:
+    allowed = TAGS if override.is_interval_sweep() else ()
+    if unknown := set(sweep.tags).difference(allowed):
         raise ValueError(
-            f"{written}: tag({', '.join(sorted(tags))}) is only for interval(a,b); use an "
-            "interval, or leave the tag out"
+            f"{written}: unknown tag {', '.join(sorted(unknown))}; expected tags of interval(a,b): "
+            f"{', '.join(TAGS)}"
         )
+    try:
+        return Dimension(key, text, _distribution(override, sweep))
+    except ValueError as error:
+        raise ValueError(f"{written}: {error}") from None
+
+
+def _distribution(override: Any, sweep: Any) -> BaseDistribution:
+    from optuna import distributions
+
+    if override.is_choice_sweep():
+        options = tuple(dict.fromkeys(override.sweep_string_iterator()))
+        return distributions.CategoricalDistribution(options)
     if override.is_range_sweep():
         numbers = sorted(sweep.range()) if sweep.step else []
         if not numbers:
-            raise ValueError(
-                f"{written}: the range has no values; expected range(start,stop) with start < stop"
-            )
-        return Dimension(name, key, text, (), numbers[0], numbers[-1], abs(sweep.step))
-    if not override.is_choice_sweep():
-        raise ValueError(f"{written}: a searched key needs several values, given as {SWEPT}")
-    return Dimension(name, key, text, tuple(dict.fromkeys(override.sweep_string_iterator())))
+            raise ValueError("the range has no values; expected range(start,stop), start < stop")
+        of_range = (
+            distributions.IntDistribution
+            if isinstance(numbers[0], int)
+            else distributions.FloatDistribution
+        )
+        return of_range(numbers[0], numbers[-1], step=abs(sweep.step))
+    if "int" in sweep.tags or isinstance(sweep.start, int):
+        return distributions.IntDistribution(int(sweep.start), int(sweep.end), "log" in sweep.tags)
+    return distributions.FloatDistribution(sweep.start, sweep.end, "log" in sweep.tags)
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
     """Raise ValueError if the settings of a search are not valid, or if no trial can run on this
     machine.
 
-    Return one config per combination of the extreme values of searched data keys, so that the
-    caller can check their data.
+    Return the configs of some trials with extreme values that can run here, so that the caller can
+    check their data.
     """
     # Import this function here, because it imports torch.
     from timm_parallel.checked_configs import choose_headline
@@ -217,46 +206,26 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             "search.params: the search has no key to search; give a key several values, for "
             "example 'optim.lr=tag(log,interval(1e-4,1e-1))'"
         )
-    ends: list[list[str]] = []
     for dimension in space:
-        ends.append(
-            [
-                dimension.override(value)
-                for value in dimension.options or (dimension.low, dimension.high)
-            ]
-        )
         try:
-            for override in ends[-1]:
+            for override in dimension.ends:
                 trial_point(base, [override], 0, is_complete=False)
         except ValueError as error:
             raise ValueError(
                 f"{dimension.name}={dimension.text}: a searched value is not valid: {error}; for "
                 "integers use int(interval(a,b))"
             ) from error
-    for corner in _corners(ends):
-        reason = trial_point(base, corner, 0).reason
-        if not reason:
-            break
-    else:
+    # The keys of the data come last, because the combinations differ in the last keys first.
+    ends = [d.ends for d in sorted(space, key=lambda d: d.name.startswith("data."))]
+    corners = itertools.islice(itertools.product(*ends), MAX_CORNERS)
+    points = [trial_point(base, list(corner), 0) for corner in corners]
+    possible = [point.config for point in points if not point.reason]
+    if not possible:
         raise ValueError(
-            f"no trial of this search can run on this machine; reason of one trial: {reason}"
+            "no trial of this search can run on this machine; reason of one trial: "
+            f"{points[0].reason}"
         )
-    data_ends = [
-        values
-        for dimension, values in zip(space, ends, strict=True)
-        if dimension.name.startswith("data.")
-    ]
-    return [
-        trial_point(base, corner, 0, is_complete=False).config for corner in _corners(data_ends)
-    ]
-
-
-def _corners(ends: list[list[str]]) -> list[list[str]]:
-    """Return combinations of the extreme values of all searched keys, at most MAX_CORNERS of them.
-
-    `ends`: for each key, the overrides with its lowest and highest value, or with each option.
-    """
-    return [list(corner) for corner in itertools.islice(itertools.product(*ends), MAX_CORNERS)]
+    return possible
 
 
 def natural_direction(config: Config) -> str:
@@ -306,7 +275,7 @@ def freeze_search(folder: Path, base: DictConfig, space: list[Dimension], **sett
         tree.search.update(settings)
         tree.hydra.overrides.task = _of_a_trial(task_overrides(tree))
     write_text(
-        folder / FROZEN,
+        folder / SEARCH,
         "# The search as composed at its start: settings, space, and the base config of all "
         f"trials.\n{OmegaConf.to_yaml(tree)}",
     )
@@ -316,7 +285,7 @@ def read_search(folder: Path) -> tuple[Config, DictConfig, list[Dimension]]:
     """Read search.yaml in the folder of a search. Return its settings, the base config of all
     trials, and the search space. Raises ValueError if the file is missing or damaged.
     """
-    path = folder / FROZEN
+    path = folder / SEARCH
     try:
         tree = OmegaConf.load(path)
         assert isinstance(tree, DictConfig)
@@ -342,3 +311,53 @@ def _of_a_trial(overrides: list[str]) -> list[str]:
     # Then switch it off in the command of a trial.
     by_command = any(item.lstrip("+").startswith("search=") for item in overrides)
     return kept if by_command else [*kept, "search.sampler=null"]
+
+
+def settings_to_try(command: Command, points: list[Point]) -> list[Point]:
+    """Return the configuration of the command, and a copy with each setting of `sweep.tune` that
+    differs from it on this machine.
+
+    Raises ValueError if other keys contradict a measurement of speed on this machine.
+    """
+    config = points[0].config
+    if len(points) > 1:
+        raise ValueError(
+            "sweep.tune: expects one configuration, but the command line gives several values for "
+            "a key; give a single value for each key"
+        )
+    if config.cluster.scheduler != "local":
+        raise ValueError(
+            f"cluster={config.cluster.scheduler}: sweep.tune measures the machine on which it "
+            "runs; use cluster=local on the node that will train"
+        )
+    if command.config.search.sampler is not None:
+        raise ValueError(
+            "sweep.tune: cannot be combined with a hyper-parameter search; leave out sweep.tune or "
+            "search=…"
+        )
+    if config.sweep.jobs != 1:
+        raise ValueError(
+            f"sweep.jobs={config.sweep.jobs}: sweep.tune measures the speed of its jobs, so they "
+            "must run one at a time; use sweep.jobs=1"
+        )
+    if config.train.max_steps is None or config.train.evaluate_every != 0:
+        raise ValueError(
+            "sweep.tune: measures the speed of short runs without evaluation; set train.max_steps, "
+            "and train.evaluate_every=0"
+        )
+    if points[0].reason:
+        raise ValueError(points[0].reason)
+    tried = [points[0]]
+    for number, text in enumerate(config.sweep.tune, 1):
+        try:
+            point = trial_point(points[0].tree, shlex.split(text), number)
+        except ValueError as error:
+            raise ValueError(f"sweep.tune: {text}: this setting is not valid: {error}") from error
+        if point.reason or all(point.config != other.config for other in tried):
+            tried.append(point)
+    if all(point.reason for point in tried[1:]):
+        raise ValueError(
+            f"sweep.tune={config.sweep.tune}: every setting of this list either equals the "
+            "current settings or cannot run on this machine; give other settings"
+        )
+    return tried

@@ -4,25 +4,21 @@ ended, and a progress bar if the output is a terminal.
 
 from __future__ import annotations
 
+import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from timm_parallel.machine.files import read_json
 from timm_parallel.record.result import UNFINISHED, Job, Jobs
 
-UPDATE_SECONDS = 0.25
-SILENT_SECONDS = 2.0
-LINE_SECONDS = 10.0
 # Largest number of rows of a printed table. The report has all.
 MOST_ROWS = 20
-COLUMNS = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
 
 
 class PipeSafeConsole(Console):
@@ -66,7 +62,7 @@ def show_headline(folder: Path) -> None:
     report recommends.
     """
     # Import this module only at the end of a sweep, because the import is slow.
-    from timm_parallel.lab.report.contents import FORMAT
+    from timm_parallel.lab.report.report import FORMAT
 
     report = read_json(folder / "report.json", FORMAT, "was a report written here?")
     show_results(report["table"])
@@ -76,13 +72,20 @@ def show_headline(folder: Path) -> None:
         plain_console().print(line)
 
 
-def _progress_bar(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """Build a progress bar, which is shown only in a terminal. Its time left is estimated from all
+    items so far.
+    """
     # Switch off the refresh thread of rich, because a sweep forks jobs, and threads do not survive
     # a fork.
     return Progress(
-        *COLUMNS,
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
+        speed_estimate_period=math.inf,
         transient=True,
         disable=not console.is_terminal,
     )
@@ -96,12 +99,8 @@ class Board:
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._console = plain_console()
-        self._bar = _progress_bar(self._console)
+        self._bar = progress_bar(self._console)
         self._task = self._bar.add_task("")
-        self._updated = 0.0
-        self._began = time.monotonic()
-        # Number of jobs that have ended since this process started.
-        self._ended = 0
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -110,18 +109,15 @@ class Board:
         with self._bar:
             yield
 
-    def update(self, now: bool = False) -> None:
-        """Redraw the progress bar. Without `now`, do nothing if it was drawn less than a quarter of
-        a second ago.
-        """
-        if now or time.monotonic() - self._updated > UPDATE_SECONDS:
-            self._updated = time.monotonic()
-            description = ", ".join(filter(None, (self._jobs.counts(), self._time_left())))
-            total = len(self._jobs.jobs)
-            self._bar.update(
-                self._task, total=total, completed=self._count_ended(), description=description
-            )
-            self._bar.refresh()
+    def update(self) -> None:
+        """Redraw the progress bar."""
+        self._bar.update(
+            self._task,
+            total=len(self._jobs.jobs),
+            completed=self._count_ended(),
+            description=self._jobs.counts(),
+            refresh=True,
+        )
 
     def say(self, line: str) -> None:
         self._console.print(line)
@@ -130,47 +126,11 @@ class Board:
         """Print how a job ended, for example `1/4 done 18.7 s seed=1`. `outcome`: text to print
         instead of `1/4 done`.
         """
-        self._ended += 1
         total = str(len(self._jobs.jobs))
         outcome = outcome or f"{self._count_ended():{len(total)}}/{total} {job.status}"
         reason = f": {job.reason}" if job.reason else ""
         self.say(f"{outcome}  {job.seconds or 0:.1f} s  {job.name}{reason}")
-        self.update(now=True)
+        self.update()
 
     def _count_ended(self) -> int:
         return sum(job.status not in UNFINISHED for job in self._jobs.jobs)
-
-    def _time_left(self) -> str:
-        """Estimate the time until the sweep ends, from the jobs that this process has finished.
-        Return an empty text before the first job has finished.
-        """
-        left = sum(job.status in ("waiting", "running") for job in self._jobs.jobs)
-        seconds = (time.monotonic() - self._began) * left / max(1, self._ended)
-        return f"about {seconds:.0f} s left" if self._ended and left else ""
-
-
-@contextmanager
-def counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of a slow loop on stderr. The context manager yields a function that the
-    loop must call after each of `total` items. `doing`: word for the loop, such as `composing`.
-    """
-    console = plain_console(stderr=True)
-    bar = _progress_bar(console)
-    task = bar.add_task(doing, total=total)
-    shown_next = time.monotonic() + SILENT_SECONDS
-
-    def count() -> None:
-        nonlocal shown_next
-        bar.tasks[task].completed += 1
-        if time.monotonic() < shown_next:
-            return
-        shown_next = time.monotonic() + (LINE_SECONDS if bar.disable else UPDATE_SECONDS)
-        if bar.disable:
-            console.print(f"{doing}: {bar.tasks[task].completed:.0f} of {total}")
-        bar.start()
-        bar.refresh()
-
-    try:
-        yield count
-    finally:
-        bar.stop()

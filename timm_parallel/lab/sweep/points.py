@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -32,9 +32,10 @@ from timm_parallel.config.compose import (
 from timm_parallel.config.explain import explain
 from timm_parallel.config.resolve import notice, resolve
 from timm_parallel.config.validate import check_combination
-from timm_parallel.keys import Config, SearchConfig, leaves
+from timm_parallel.data.build import check_batch, check_data
+from timm_parallel.keys import Config, ResolvedConfig, SearchConfig, leaves
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
-from timm_parallel.lab.sweep.board import counted
+from timm_parallel.lab.sweep.board import plain_console, progress_bar
 from timm_parallel.machine import hardware
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import Job
@@ -173,14 +174,13 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     product = _product(command)
     # The space of a search may set values that are missing in the base configuration.
     is_complete = command.config.search.sampler is None
-    with counted("composing", len(product)) as count:
-        for number, overrides in enumerate(product):
+    with progress_bar(plain_console(stderr=True)) as bar:
+        for number, overrides in enumerate(bar.track(product, description="composing")):
             try:
                 tree, merged = composer.compose(overrides)
             except HydraException as error:
                 raise ValueError(explain(error, overrides)) from error
             points.append(make_point(tree, overrides, number, merged, is_complete))
-            count()
     if not points:
         given = " ".join(task_overrides(command.tree))
         raise ValueError(
@@ -218,9 +218,10 @@ def _share_formats(configs: Sequence[Config]) -> None:
             config.model.channels_last = False  # type: ignore[attr-defined]
 
 
-def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], None]) -> None:
-    """Check the data of all jobs that run on this machine, and call `check_data` only once for jobs
-    with equal data and batches. Jobs on a cluster check their data when they start.
+def check_jobs_data(configs: Sequence[Config]) -> None:
+    """Check the data of all jobs that run on this machine, once for all jobs with equal data and
+    batches. Jobs on a cluster check their data when they start. Raises ValueError if data cannot be
+    used.
     """
     different = {
         (
@@ -233,6 +234,9 @@ def check_jobs_data(configs: Sequence[Config], check_data: Callable[[Config], No
     }
     for config in different.values():
         check_data(config)
+        # A configuration that cannot run on this machine has no batch, and is skipped.
+        if isinstance(config, ResolvedConfig):
+            check_batch(config)
 
 
 def settle(point: Point) -> None:
@@ -344,28 +348,21 @@ def _product(command: Command) -> list[list[str]]:
             [str(override.input_line) for override in overrides if not override.is_sweep_override()]
         ]
     for override in overrides:
-        _check_listed(override)
+        if override.is_interval_sweep():
+            key, text = override.key_or_group, override.input_line
+            raise ValueError(
+                f"{text}: an interval requires a search; add search=optuna, or list values: "
+                f"{key}=a,b"
+            )
+        if override.is_sweep_override():
+            for value, count in Counter(override.sweep_string_iterator()).items():
+                if count > 1:
+                    raise ValueError(
+                        f"{override.input_line}: contains {override.key_or_group}={value} twice; "
+                        "to repeat each job with other seeds, use sweep.repeats=N"
+                    )
     points: list[list[str]] = BasicSweeper.split_arguments(overrides, None)[0]
     return points
-
-
-def _check_listed(override: Any) -> None:
-    """Raise ValueError if an override of a swept key lists a value twice, or is an interval, which
-    only a search can use.
-    """
-    if not override.is_sweep_override():
-        return
-    key, text = override.key_or_group, override.input_line
-    if override.is_interval_sweep():
-        raise ValueError(
-            f"{text}: an interval requires a search; add search=optuna, or list values: {key}=a,b"
-        )
-    for value, count in Counter(override.sweep_string_iterator()).items():
-        if count > 1:
-            raise ValueError(
-                f"{text}: contains {key}={value} twice; to repeat each job with other seeds, use "
-                "sweep.repeats=N"
-            )
 
 
 def _share_threads(configs: list[Config]) -> None:

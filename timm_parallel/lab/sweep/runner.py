@@ -9,9 +9,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from types import FrameType
 
 from timm_parallel.keys import ResolvedConfig
@@ -37,10 +35,6 @@ class Runner(ABC):
     """Base class that runs the waiting jobs of a sweep, or the trials of a search. After a stop
     signal, the running jobs save a checkpoint and exit, and no new job starts.
     """
-
-    # Modules that the end of a sweep needs and that take a second to import. They are imported
-    # early, while the first job imports torch.
-    needed_at_end: Sequence[str]
 
     def __init__(self, jobs: Jobs, max_jobs: int | None, slurm: SlurmQueue | None = None) -> None:
         """Prepare to run jobs on the devices of this machine or in Slurm's queue. `max_jobs`:
@@ -135,17 +129,12 @@ class Runner(ABC):
                 return self._say_stopped(stop.number)
 
     def _run(self) -> None:
-        # Import nothing early on a single core, because an import would slow the job down.
-        early = list(self.needed_at_end) if hardware.cores() > 1 else []
         while True:
             while self.stopped_by is None and self._may_start:
                 self._may_start = self._start_next()
             if not self._running:
                 return
-            while early:
-                import_module(early.pop())
             time.sleep(POLL_SECONDS if self.slurm is None else SLURM_POLL_SECONDS)
-            self._board.update()
             for running in [running for running in self._running.values() if running.has_ended()]:
                 self._end(running)
                 self._may_start = True
@@ -177,7 +166,7 @@ class Runner(ABC):
         # Send the stop signal again if it arrived while the process of the job was being started.
         if self.stopped_by is not None:
             starting.send(self.stopped_by)
-        self._board.update(now=True)
+        self._board.update()
         return True
 
     def _end(self, ended: LocalJob) -> None:

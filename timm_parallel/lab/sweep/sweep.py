@@ -11,7 +11,7 @@ import random
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def start_sweep(command: Command, points: list[Point]) -> int:
     return _run(jobs, max_jobs, configs[0], is_new=True)
 
 
-def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], None]) -> int:
+def resume_sweep(folder: Path, command: Command) -> int:
     """Continue the sweep in `folder`: run its missing and failed jobs with their saved configs.
     Return the exit code.
     """
@@ -75,7 +75,7 @@ def resume_sweep(folder: Path, command: Command, check_data: Callable[[Config], 
     max_jobs = jobs_at_a_time(
         "sweep.jobs", (command.config if "sweep.jobs" in keys else first).sweep.jobs, first
     )
-    check_jobs_data(configs, check_data)
+    check_jobs_data(configs)
     return _run(jobs, max_jobs, first, is_new=False)
 
 
@@ -119,11 +119,6 @@ class Sweep(Runner):
         config = self.config_of(next(job for job in jobs.jobs if job.status != "skipped"))
         # Only a sweep that adds repeats until its comparisons are decided has several with `auto`.
         self._adds_repeats = config.sweep.repeats == "auto" and jobs.num_blocks > 1
-        # Import nothing early for a sweep that measures speed, because an import would slow down
-        # the start of a job.
-        self.needed_at_end = (
-            () if config.sweep.timed else ("timm_parallel.lab.report.report", "matplotlib.figure")
-        )
 
     def waiting(self) -> list[Job]:
         if self._adds_repeats and self.jobs.have_ended:
@@ -135,12 +130,11 @@ class Sweep(Runner):
         """Return the numbers of the configurations that need another repeat, and of their
         baseline.
         """
-        from timm_parallel.lab.report.collect import collect
         from timm_parallel.lab.report.report import compare
 
         settings = [
             setting
-            for group in compare(collect([self.jobs.folder]), [self.jobs.folder]).settings
+            for group in compare([self.jobs.folder]).settings
             if group.undecided
             for setting in (group.named(group.baseline), *group.undecided)
         ]

@@ -17,7 +17,7 @@ from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import Command, compose_command
 from timm_parallel.config.resolve import resolve
 from timm_parallel.keys import Config
-from timm_parallel.lab.analysis.findings import Finding, finding
+from timm_parallel.lab.analysis.headline import Finding, finding
 from timm_parallel.lab.analysis.sequential import (
     BETTER,
     EQUAL,
@@ -36,6 +36,12 @@ from timm_parallel.lab.analysis.verdict import (
     code_of,
     refusal,
 )
+from timm_parallel.lab.code_copy import (
+    LARGEST,
+    Version,
+    copy_code,
+    find_commit,
+)
 from timm_parallel.lab.jobs.local_job import LocalJob, sync_from_result
 from timm_parallel.lab.jobs.scheduler import Requirement, jobs_at_a_time, need_of
 from timm_parallel.lab.report.collect import collect, flat, read_record
@@ -45,13 +51,7 @@ from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.sweep.board import show_results
 from timm_parallel.lab.sweep.points import keys_that_may_change
 from timm_parallel.lab.sweep.runner import Runner
-from timm_parallel.lab.sweep.sweep import append_shuffled
-from timm_parallel.lab.verdict.versions import (
-    LARGEST,
-    Version,
-    copy_code,
-    find_commit,
-)
+from timm_parallel.lab.sweep.sweep import append_block, append_shuffled
 from timm_parallel.machine.files import claim_folder, finite, lock_folder, read_json, write_json
 from timm_parallel.record.result import UNFINISHED, VERDICT, Job, Jobs, new_jobs, now, read_jobs
 
@@ -137,7 +137,7 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
 
 def _judge(folder: Path) -> Verdict:
     """Compare the runs of a verdict so far."""
-    verdict = compare(collect([folder]), [folder]).verdict
+    verdict = compare([folder]).verdict
     assert verdict is not None
     return verdict
 
@@ -294,28 +294,22 @@ def _new_jobs(folder: Path, record: Record, command: Command) -> Jobs:
     """
     jobs = new_jobs(folder)
     jobs.order_seed = secrets.randbits(32)
-    for _ in range(record.repeats or FIRST):
-        _append_pair(jobs, record, command)
-    jobs.write()
-    return jobs
-
-
-def _append_pair(jobs: Jobs, record: Record, command: Command) -> None:
-    """Append one repeat: both versions of the code with the same seed, in random order."""
-    block = jobs.num_blocks if jobs.jobs else 0
-    seed = command.config.seed + block
     pair = [
         Job(
             0,
-            f"{CODE}={name},seed={seed}",
-            f"{number}_{name}_block_{block}",
+            f"{CODE}={name}",
+            f"{number}_{name}_block_0",
             [f"{CODE}={name}", *record.overrides],
-            block,
-            seed,
+            seed=command.config.seed,
+            configuration=number,
         )
         for number, name in enumerate((BASE, HEAD))
     ]
-    append_shuffled(jobs, pair, block)
+    append_shuffled(jobs, pair, block=0)
+    for _ in range(1, record.repeats or FIRST):
+        append_block(jobs, {0, 1})
+    jobs.write()
+    return jobs
 
 
 class VersionJob(LocalJob):
@@ -355,14 +349,12 @@ class VerdictRun(Runner):
     further job starts if the two versions turn out not to be comparable.
     """
 
-    needed_at_end = ()
-
     def __init__(self, jobs: Jobs, record: Record, command: Command) -> None:
         config = command.config
         super().__init__(jobs, jobs_at_a_time("sweep.jobs", config.sweep.jobs, config))
         # Give the jobs of both versions of the code equal devices, so that their speeds can be
         # compared.
-        self._record, self._command = record, command
+        self._record = record
         self._need_of_each = need_of(resolve(config))
         self._versions = {version.name: version for version in _versions(jobs.folder)}
         self._values: Values = {}
@@ -377,7 +369,7 @@ class VerdictRun(Runner):
         if self._refusal():
             return []
         if self.jobs.have_ended and _judge(self.jobs.folder).is_open:
-            _append_pair(self.jobs, self._record, self._command)
+            append_block(self.jobs, {job.configuration for job in self.jobs.jobs})
             self.jobs.write()
         return [job for job in self.jobs.jobs if job.status == "waiting"]
 

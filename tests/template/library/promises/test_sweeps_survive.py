@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from timm_parallel.lab.jobs import slurm as array
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
 from timm_parallel.lab.jobs.slurm import update
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
-from timm_parallel.lab.multirun import run_multirun
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.search.search import Search
-from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import Sweep, freeze_jobs, reset_unfinished
 from timm_parallel.machine import hardware
@@ -52,7 +52,7 @@ def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main(*words: str) -> int:
-    return run_multirun(parse("-m", *words), lambda data: None, lambda data: None)
+    return multirun(parse("-m", *words))
 
 
 def frozen(folder: Path, *overrides: str) -> Jobs:
@@ -121,11 +121,13 @@ def test_sweep_job_status_is_done_when_sigint_arrives_after_the_job_wrote_a_resu
     monkeypatch.setenv("JOB_STAYS", "60")
     jobs = frozen(tmp_path, "seed=1,2,3")
 
-    def stop(board: Board, now: bool = False) -> None:
+    def stop(seconds: float) -> None:
+        sleep(seconds)
         if (tmp_path / "0" / "result.json").exists():
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Board, "update", stop)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", stop)
     Sweep(jobs).run()
     assert statuses(tmp_path) == ["done", "waiting", "waiting"]
 
@@ -218,7 +220,7 @@ def test_ended_trials_of_a_killed_search_are_recorded_without_a_rerun_on_resume(
 
     folder = tmp_path / "search"
     monkeypatch.setattr(
-        "timm_parallel.lab.search.page.write_search_page", lambda jobs, study, config: jobs.folder
+        "timm_parallel.lab.search.search.write_search_page", lambda jobs, study, config: jobs.folder
     )
     monkeypatch.setattr(Search, "_tell", killed)
     words = ("search=optuna", "parallel=single", "search.n_trials=3", "search.max_failure_rate=1")
