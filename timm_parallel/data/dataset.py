@@ -119,11 +119,8 @@ class ImageDataset:
         if target != "numbers" and (alike := similar_names(self.target_names)):
             notes.append(alike)
         # Splits of image files have this method.
-        if hasattr(self.train, "encoded"):
-            from timm_parallel.data.decode import pixel_notes
-
-            notes += pixel_notes(self.train)
-        return notes
+        pixel_notes = getattr(self.train, "pixel_notes", None)
+        return [*notes, *(() if pixel_notes is None else pixel_notes())]
 
     def check_classes(self, trained: list[str], run: Path | None) -> None:
         """Raise ValueError if the class names differ from those of a trained run, or are in another
