@@ -117,11 +117,8 @@ class ImageDataset:
         if target != "numbers" and (alike := similar_names(self.target_names)):
             notes.append(alike)
         # Splits of image files have this method.
-        if hasattr(self.train, "encoded"):
-            from timm_parallel.data.decode import pixel_notes
-
-            notes += pixel_notes(self.train)
-        return notes
+        pixel_notes = getattr(self.train, "pixel_notes", None)
+        return [*notes, *(() if pixel_notes is None else pixel_notes())]
 
 
 class InMemory:

@@ -226,44 +226,46 @@ def _eight_bit(image: Any, max_value: float | None) -> Any:
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8))
 
 
-def pixel_notes(split: Any) -> list[str]:
-    """Describe the range of pixel values in images of more than 8 bits, among a sample of the files
-    of a split.
+class ImageFiles:
+    """Base class of splits of image files, which a method `encoded` reads by index."""
 
-    `split`: has a method `encoded`, which reads the bytes of a file by its index, and a `max_value`
-    (data.max_value).
-    """
-    sampled = range(0, len(split), math.ceil(len(split) / SAMPLED) or 1)
-    ranges: dict[str, list[float]] = {}
-    for index in sampled:
-        # Reading the images of a batch reports unreadable files later.
-        with suppress(Exception), open_image(split.encoded(index)) as image:
-            if _is_deep(image):
-                values = np.asarray(image)
-                finite = values[np.isfinite(values)]
-                # An image of NaN alone has no range, so min() fails and the image is left out.
-                ends = float(finite.min()), float(finite.max())
-                kind = "floats" if image.mode == "F" else "more than 8 bits"
-                ranges.setdefault(kind, []).extend(ends)
-            elif _is_deep_color(image):
-                ranges["16 bits per color"] = []
-    choice = "set data.max_value if white is another value"
-    shown = {
-        "floats": f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
-        "more than 8 bits": f"0 to 65535; {choice}, such as 4095",
-    }
-    if split.max_value is not None:
-        shown = dict.fromkeys(shown, f"0 to {split.max_value:g} (data.max_value)")
-    shown["16 bits per color"] = "0 to 65535, of which the upper 8 bits are used"
-    return [
-        f"training images have pixels of {kind}"
-        f"{f' from {min(seen):g} to {max(seen):g}' if seen else ''} "
-        f"({plural(len(sampled), 'image')} sampled); black to white is {shown[kind]}"
-        for kind, seen in ranges.items()
-    ]
+    max_value: float | None
+
+    def pixel_notes(self: Any) -> list[str]:
+        """Describe the range of pixel values in images of more than 8 bits, among a sample of the
+        files.
+        """
+        sampled = range(0, len(self), math.ceil(len(self) / SAMPLED) or 1)
+        ranges: dict[str, list[float]] = {}
+        for index in sampled:
+            # Reading the images of a batch reports unreadable files later.
+            with suppress(Exception), open_image(self.encoded(index)) as image:
+                if _is_deep(image):
+                    values = np.asarray(image)
+                    finite = values[np.isfinite(values)]
+                    # An image of NaN alone has no range, so min() fails and the image is left out.
+                    ends = float(finite.min()), float(finite.max())
+                    kind = "floats" if image.mode == "F" else "more than 8 bits"
+                    ranges.setdefault(kind, []).extend(ends)
+                elif _is_deep_color(image):
+                    ranges["16 bits per color"] = []
+        choice = "set data.max_value if white is another value"
+        shown = {
+            "floats": f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
+            "more than 8 bits": f"0 to 65535; {choice}, such as 4095",
+        }
+        if self.max_value is not None:
+            shown = dict.fromkeys(shown, f"0 to {self.max_value:g} (data.max_value)")
+        shown["16 bits per color"] = "0 to 65535, of which the upper 8 bits are used"
+        return [
+            f"training images have pixels of {kind}"
+            f"{f' from {min(seen):g} to {max(seen):g}' if seen else ''} "
+            f"({plural(len(sampled), 'image')} sampled); black to white is {shown[kind]}"
+            for kind, seen in ranges.items()
+        ]
 
 
-class Files:
+class Files(ImageFiles):
     """A split of image files. Each file is decoded when its index is read."""
 
     def __init__(

@@ -10,7 +10,7 @@ from timm.data import create_dataset
 from torch import Tensor
 
 from timm_parallel.data.dataset import ImageDataset, InMemory
-from timm_parallel.data.decode import decode, from_pil
+from timm_parallel.data.decode import ImageFiles, decode, from_pil
 from timm_parallel.keys import DataConfig
 
 
@@ -92,7 +92,7 @@ class TorchvisionSplit:
         return image, int(label)
 
 
-class HubSplit:
+class HubSplit(ImageFiles):
     """A split of a Hugging Face dataset, whose files are read by timm and decoded here.
 
     timm does not decode them, because it would replace a damaged image by another image without a

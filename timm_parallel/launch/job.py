@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from timm_parallel.app import current, find_app, root
 from timm_parallel.cluster.kubernetes import write_manifest
@@ -58,20 +58,27 @@ from timm_parallel.machine.signals import heeded_signals, signal_handlers
 from timm_parallel.record.environment import environment_facts, run_seconds, write_code_diff
 from timm_parallel.record.result import Result, read_segments, read_status, write_result
 
-if TYPE_CHECKING:
-    from timm_parallel.launch.fork_server import ForkedRank
-
 # Seconds that a rank has after a signal to save and exit, before it is killed. torch's agent waits
 # equally long.
 GRACE_SECONDS = 30.0
 
 
+class Child(Protocol):
+    """Process of a rank, with the methods of subprocess.Popen that the launcher calls."""
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 # Type of the function that starts a rank. Arguments: the command and the environment variables of
 # the rank.
-StartRank = Callable[[list[str], dict[str, str]], "subprocess.Popen[bytes] | ForkedRank"]
+StartRank = Callable[[list[str], dict[str, str]], Child]
 
 
-def start_command(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def start_command(command: list[str], environment: dict[str, str]) -> Child:
     return subprocess.Popen(command, env=environment, pass_fds=[int(environment[REPORT])])
 
 

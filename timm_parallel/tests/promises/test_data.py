@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms.functional import pil_to_tensor
 
 from timm_parallel.data.dataset import image_files
-from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil, pixel_notes
+from timm_parallel.data.decode import Files, decode, find_jpeg_decoder, from_pil
 from timm_parallel.errors import UnreadableImageError
 
 RED, GREEN, GREY = (250, 10, 10), (10, 250, 10), (128, 128, 128)
@@ -172,7 +172,7 @@ def test_notes_state_the_range_of_pixels_of_more_than_8_bits(
     tmp_path: Path, data: bytes, shown: list[str] | None
 ) -> None:
     (tmp_path / "a.tif").write_bytes(data)
-    notes = pixel_notes(Files([(tmp_path / "a.tif", 0)] * 40))
+    notes = Files([(tmp_path / "a.tif", 0)] * 40).pixel_notes()
     assert len(notes) == (shown is not None)
     assert all(text in notes[0] for text in shown or ())
 
