@@ -65,8 +65,12 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"images={given.images}: no such file or folder")
     if not (given.run / "config.yaml").is_file():
         raise ValueError(f"run={given.run}: not a run folder: it has no config.yaml")
-    from timm_parallel import resolve_devices, run_on_devices
+    from timm_parallel import Files, resolve_devices, run_on_devices
 
+    output = given.output
+    images = Files.below(given.images).files if output is not None and output.exists() else ()
+    if any(path.samefile(output) for path, _ in images):
+        raise ValueError(f"output={output}: one of the images; give the path of another file")
     config = resolve_devices(given.parallel, given.devices, given.batch_size)
     return run_on_devices(config, __file__, argv, partial(_predict, given))
 

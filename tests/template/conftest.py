@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from scripts.maintain.fork import build_wheel
 from tests.template.repositories import git, make_template
 from tests.template.runs import EXAMPLES, IMPORT_EXAMPLES, ROOT, TINY
 from timm_parallel.testing.commands import Finished, Train
+
+# A shared machine may be ten times slower than a quiet one.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

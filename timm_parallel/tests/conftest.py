@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from timm_parallel import App
 from timm_parallel import app as apps
 
+# A shared machine may be ten times slower than a quiet one.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 sys.path.insert(0, str(Path(__file__).with_name("small_project")))
 
 # Importing the small project makes it the current one. Undo this for the tests outside this folder.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
@@ -115,7 +115,6 @@ def test_targets_of_equal_shape_become_a_tensor_and_others_a_list(
     memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
     base=st.integers(0, 2**40),
 )
-@settings(deadline=None)
 def test_random_erasing_of_a_batch_equals_timm_on_each_image_bit_for_bit(
     shape: tuple[int, ...],
     mode: str,

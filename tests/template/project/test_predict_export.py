@@ -175,6 +175,7 @@ def test_command_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tmp_p
         (predict_script, ["run={run}", "images={empty}"], r"images=.*: no image in this folder"),
         (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
         (predict_script, ["run={run}", "images={digits}", "format=xml"], r"'xml'.*csv.*json"),
+        (predict_script, ["run={run}", "images={digits}", "output={image}"], r"one of the images"),
         (predict_script, ["run={run}", "images={digits}", "weights=ema"], r"weights=ema"),
         (predict_script, ["run={run}", "images={digits}", "devices=2"], r"devices=2"),
         (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
@@ -190,7 +191,8 @@ def test_predict_and_export_scripts_refuse_bad_arguments_in_one_line(
     overrides: list[str],
     message: str,
 ) -> None:
-    places = {"run": finished_run.folder, "digits": digits, "empty": tmp_path}
+    image = next(digits.rglob("*.png"))
+    places = {"run": finished_run.folder, "digits": digits, "image": image, "empty": tmp_path}
     assert script.main([word.format(**places) for word in overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line

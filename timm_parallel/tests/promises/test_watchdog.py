@@ -234,6 +234,7 @@ def test_leaving_the_watchdog_waits_until_the_heartbeat_thread_has_left_the_torc
         leave.wait(10)
 
     store = MagicMock(set=wait_inside, check=lambda keys: False)
+    store.clone.return_value = store
     ranks, before = Ranks(0, 2, 0, 2), threading.active_count()
     with watchdog.Watchdog(resolved().parallel, tmp_path, ranks, store, sys.stderr):
         assert inside.wait(10)
