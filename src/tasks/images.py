@@ -97,13 +97,6 @@ class ImageTask(Task[ResolvedConfig]):
             return None
         return batch_step(self.config.data.augment, rows, size)
 
-    @property
-    def checked_metrics(self) -> dict[str, Metric]:
-        """Metrics that evaluate.py computes, by name. They may be more than those of a training
-        run.
-        """
-        return dict(self.metrics)
-
     def table(self, evaluation: Evaluation) -> dict[str, list[Any]]:
         """Build the columns of the prediction table that evaluate.py writes, from
         `evaluation.rows`. Return a dictionary from column name to one value per image. Raises
