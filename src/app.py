@@ -19,11 +19,5 @@ app = App(
     rules="src.tasks.problems",
     tasks=TASKS,
     datasets=DATASETS,
-    preload=(
-        "src.train.build",
-        "src.train.run",
-        "timm_parallel.parallel.data_parallel",
-        "torch.utils.tensorboard",
-    ),
     trial=("debug=fast", "model=tiny", "data=synthetic", "data.batch_size=32"),
 )

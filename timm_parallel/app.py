@@ -14,10 +14,12 @@ from importlib import import_module
 from pathlib import Path
 
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.imports import import_name, imports_without_gc
 
 # Name of an app by convention, for scripts and notebooks that do not import theirs.
 DEFAULT = "src.app:app"
+# Modules that runs import besides those of the functions of the project.
+IMPORTED_BY_RUNS = ("timm_parallel.parallel.data_parallel", "torch.utils.tensorboard")
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,6 @@ class App:
     # Dotted name of the function that yields an error message for each config key that does not fit
     # the other keys. Argument: config.
     rules: str
-    # Modules to import in the server process that forks the jobs of a sweep.
-    preload: tuple[str, ...]
     # Overrides for a run of a few seconds, with which `make doctor` tests each strategy.
     trial: tuple[str, ...]
     # Names in a config -> dotted names of classes. If the dictionary is empty, the check of a
@@ -70,7 +70,9 @@ def import_all() -> None:
     sweep.
     """
     with imports_without_gc():
-        for module in current().preload:
+        for name in (current().build, current().loop):
+            import_name(name)
+        for module in IMPORTED_BY_RUNS:
             import_module(module)
 
 

@@ -23,6 +23,5 @@ app = App(
         "points": "small.points.Points",
     },
     datasets={"spots": "small.data.Spots", "scattered": "small.data.Scattered"},
-    preload=("small.training",),
     trial=("train.epochs=1",),
 )
