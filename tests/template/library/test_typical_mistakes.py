@@ -35,8 +35,6 @@ MISTAKES = {
     "-c conf/train.yaml": "'job'",
     "--drop-path 0.1": "+model.kwargs.drop_path_rate",
     "-c job --lr 0.1": "optim.lr",
-    "--local-rank=0 parallel=ddp": "torchrun --nproc-per-node N train.py parallel=ddp",
-    "--local_rank=0 parallel=ddp": "torchrun --nproc-per-node N train.py parallel=ddp",
     # These names lack the config group, as in optim.lr, or come from another program.
     "lr=0.1": "optim.lr",
     "parallel=ddp devices=2": "parallel.devices",
