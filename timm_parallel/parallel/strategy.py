@@ -69,8 +69,7 @@ class Strategy:
         elif config.accelerator == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 f"parallel.accelerator=cuda: torch {torch.__version__} can use no CUDA device "
-                f"({hardware.cuda().problem or 'none is visible'}); fix the cause, or set "
-                "parallel.accelerator=cpu"
+                f"({_why_no_cuda()}); fix the cause, or set parallel.accelerator=cpu"
             )
         self.devices = self.choose_devices(ranks)
         self.device = self.devices[0]
@@ -279,3 +278,18 @@ def _computes_bf16(device: torch.device) -> bool:
     capability 8.0 (Ampere, 2020). Older GPUs emulate it, which is slower than fp32.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _why_no_cuda() -> str:
+    """Return the reason why this process can use no CUDA device.
+
+    The reason comes from the driver, or from torch if the driver works.
+    """
+    if (problem := hardware.cuda().problem) is not None:
+        return problem
+    try:
+        torch.cuda.init()
+    # A build of torch without CUDA raises AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())
+    return "none is visible"
