@@ -69,7 +69,6 @@ from timm_parallel.run.build import build_eval_loaders as build_eval_loaders
 from timm_parallel.run.build import build_parts as build_parts
 from timm_parallel.run.run import start_run as start_run
 from timm_parallel.run.run import Training as Training
-from timm_parallel.run.step import Step as Step
 from timm_parallel.run.parts import Learning as Learning
 from timm_parallel.run.parts import build_networks as build_networks
 from timm_parallel.run.parts import evaluation_networks as evaluation_networks

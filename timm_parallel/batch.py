@@ -42,7 +42,7 @@ class Batch:
         `seed`: seed of the run. `epoch`: number of the epoch, from 0; in evaluation always 0.
         `share`: part of the training that is done, from 0 to 1.
         """
-        self.fields, self.seed, self.epoch, self.share = fields, seed, epoch, share
+        self.fields, self._seed, self.epoch, self.share = fields, seed, epoch, share
         count = len(next(iter(fields.values())))
         self.indices = np.arange(count) if indices is None else indices
         # Number of draws so far, so that two draws differ.
@@ -69,7 +69,7 @@ class Batch:
         changed = Batch(
             {**self.fields, **fields},
             self.indices,
-            seed=self.seed,
+            seed=self._seed,
             epoch=self.epoch,
             share=self.share,
         )
@@ -101,7 +101,7 @@ class Batch:
         Each is the finalizer of splitmix64 (Steele, Lea, Flood 2014) of a counter, because one
         generator per sample would launch a kernel per sample on a GPU.
         """
-        seeds = seeds_for(self.seed, self.epoch, self.indices, DRAWS, self.draws)
+        seeds = seeds_for(self._seed, self.epoch, self.indices, DRAWS, self.draws)
         self.draws += 1
         words = torch.tensor(seeds, device=self.device)[:, None] + _GOLDEN * torch.arange(
             1, count + 1, device=self.device

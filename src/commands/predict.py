@@ -142,7 +142,15 @@ def _predict(
     networks: Networks, trained: Trained, batch: Batch, paths: list[Path], topk: int
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Return the outputs for a batch, and the prediction of each of its images."""
-    outputs = trained.task.predict(networks, batch)
+    try:
+        outputs = trained.task.predict(networks, batch)
+    except AttributeError as error:
+        if not isinstance(error.obj, Batch):
+            raise
+        raise ValueError(
+            f"run={trained.run}: its task reads the field {error.name!r} of a batch, but image "
+            "files have none; use evaluate.py with predictions=<file>"
+        ) from error
     # A comparison with NaN is false. A score of minus infinity excludes a class.
     are_finite = torch.stack(
         [(of.reshape(len(of), -1) < math.inf).all(1) for of in tree_leaves(outputs)]

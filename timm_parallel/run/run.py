@@ -141,7 +141,7 @@ class Training:
     """Argument of a training loop: `for step in training.steps(): training.log(step.train())`."""
 
     def __init__(self, run: Run, recorder: Recorder, console: Console, place: RunFolder) -> None:
-        self.parts, self.folder, self._segments = run.parts, run.folder, run.segments
+        self.parts, self._folder, self._segments = run.parts, run.folder, run.segments
         self._place = place
         self._recorder, self._console = recorder, console
         self._config, self._strategy = run.parts.config, run.parts.strategy
@@ -439,7 +439,7 @@ class Training:
                 # A folder of this name may now belong to another run.
                 if problem := self._place.problem():
                     raise OSError(problem)
-                folder, keep = self.folder / "checkpoints", self._config.checkpoint.keep
+                folder, keep = self._folder / "checkpoints", self._config.checkpoint.keep
                 checkpoint.save(folder, contents, self.parts.progress.step, keep, is_best)
 
     def _stop(self) -> NoReturn:
@@ -469,7 +469,7 @@ class Training:
         """Load the weights of best.pt, which rank 0 sends to the other ranks, if it exists."""
         # Compare the trained parameters now, because the loaded ones are equal on all ranks.
         self._check_replicas()
-        group, best = self._strategy.group, self.folder / "checkpoints" / "best.pt"
+        group, best = self._strategy.group, self._folder / "checkpoints" / "best.pt"
         if group.gather(best.exists())[0]:
             contents = group.share_state(checkpoint.load(best) if group.is_first else None)
             restoring.restore_weights(self.parts.state, contents)
@@ -487,16 +487,16 @@ class Training:
         """
         parts, group = self.parts, self._strategy.group
         result = make_result(
-            parts, self.folder, self._results, self._segments, at_start, self._check_replicas()
+            parts, self._folder, self._results, self._segments, at_start, self._check_replicas()
         )
         for name, evaluation in self._evaluations.items():
             self._recorder.pictures(result.steps, name, partial(parts.task.draw, evaluation))
         views = self._recorder.end(result)
         if group.is_first:
-            write_result(self.folder, result)
+            write_result(self._folder, result)
             show_end(
                 self._config,
-                self.folder,
+                self._folder,
                 result,
                 describe_segments(self._segments),
                 views,
@@ -518,7 +518,7 @@ class Training:
         good = "there is no checkpoint yet"
         # Load the file, because a checkpoint that is damaged or not finite is not a good one.
         with suppress(ValueError):
-            if (newest := checkpoint.load_newest(self.folder)) is not None:
+            if (newest := checkpoint.load_newest(self._folder)) is not None:
                 good = f"the last good checkpoint is {newest[0]}"
         shown = ", ".join(map(str, indices[:8]))
         return f"it read the training images {shown} … (all in the log); {good}"
