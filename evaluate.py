@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from src.schema import ResolvedConfig
 from timm_parallel import (
-    CommandLine,
     check_data,
+    command_line,
     errors_in_one_line,
     evaluation_config,
     exit_process,
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
             "-m: evaluate.py takes one run; use a shell loop over run=… (python evaluate.py "
             "--help shows one)"
         )
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--run", type=Path, help="run folder")
     parser.add_argument("--split", choices=["val", "test", "all"], default="all")
     parser.add_argument(

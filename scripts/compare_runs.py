@@ -15,13 +15,13 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, errors_in_one_line, number_argument
+from timm_parallel import command_line, errors_in_one_line, number_argument
 from timm_parallel.lab import compare_curves
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("runs", nargs=2, type=Path, help="run folders")
     parser.add_argument(
         "--tolerance",

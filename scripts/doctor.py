@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         )
         return 1
     try:
-        from timm_parallel import CommandLine, errors_in_one_line
+        from timm_parallel import command_line, errors_in_one_line
         from timm_parallel.lab import examine
     except ModuleNotFoundError as error:
         print(
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="train no steps")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, errors_in_one_line
+from timm_parallel import command_line, errors_in_one_line
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Export the model of a run. Return the exit code: 0 if done, 1 if the exported model has other
     outputs than the checkpoint, 2 if an argument is wrong.
     """
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--format", choices=["safetensors", "onnx", "hub"], default="safetensors")
     parser.add_argument(

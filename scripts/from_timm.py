@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
-from timm_parallel import CommandLine, compose, errors_in_one_line
+from timm_parallel import command_line, compose, errors_in_one_line
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -303,7 +303,7 @@ def experiment(
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")
     parser.add_argument(
         "--output", type=Path, help="default: conf/experiment/<name of the run>.yaml"

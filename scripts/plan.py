@@ -16,12 +16,12 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, counts_argument, errors_in_one_line, number_argument
+from timm_parallel import command_line, counts_argument, errors_in_one_line, number_argument
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument(
         "--parallel.devices",

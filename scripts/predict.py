@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from timm_parallel import (
-    CommandLine,
+    command_line,
     errors_in_one_line,
     exit_process,
     number_argument,
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Predict images and write the predictions. Return the exit code: 0 if done, 2 if an argument
     is wrong.
     """
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
     parser.add_argument("--topk", type=number_argument(int, least=1), default=5)

@@ -10,13 +10,13 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, errors_in_one_line
+from timm_parallel import command_line, errors_in_one_line
 from timm_parallel.lab import write_report
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine("Write report.html, .md, .csv and .json from sweep or run folders.")
+    parser = command_line("Write report.html, .md, .csv and .json from sweep or run folders.")
     parser.add_argument(
         "folders", nargs="+", type=Path, help="of sweeps, finished or not, or of ended runs"
     )

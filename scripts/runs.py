@@ -16,13 +16,13 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, errors_in_one_line
+from timm_parallel import command_line, errors_in_one_line
 from timm_parallel.lab import show_runs
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--metric", help="sort by this number of result.json, e.g. val/acc")
     parser.add_argument(
         "--where", action="append", default=[], help="<key>=<value> in the config of a run"

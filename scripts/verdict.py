@@ -18,12 +18,12 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import CommandLine, errors_in_one_line
+from timm_parallel import command_line, errors_in_one_line
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
-    parser = CommandLine(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--base", help="commit to compare with")
     parser.add_argument("--head", help="commit with the change (default: the working tree)")

@@ -40,6 +40,7 @@ from timm_parallel.data.build import check_data as check_data
 from timm_parallel.data.build import load_dataset as load_dataset
 from timm_parallel.data.file_list import batches_per_epoch as batches_per_epoch
 from timm_parallel.data.dataset import InMemory as InMemory
+from timm_parallel.data.dataset import in_memory as in_memory
 from timm_parallel.data.decode import Files as Files
 from timm_parallel.data.dataset import as_size as as_size
 from timm_parallel.data.on_device import Erasing as Erasing
@@ -87,7 +88,7 @@ from timm_parallel.run.evaluation import write_predictions as write_predictions
 from timm_parallel.errors import refuse_wrong_arguments as refuse_wrong_arguments
 from timm_parallel.machine.imports import import_class as import_class
 from timm_parallel.machine.imports import import_name as import_name
-from timm_parallel.config.arguments import CommandLine as CommandLine
+from timm_parallel.config.arguments import command_line as command_line
 from timm_parallel.config.arguments import number_argument as number_argument
 from timm_parallel.config.arguments import counts_argument as counts_argument
 from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line

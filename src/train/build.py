@@ -23,13 +23,13 @@ from src.train.optim import build_learning
 from timm_parallel import (
     Erasing,
     ImageDataset,
-    InMemory,
     Mixing,
     Strategy,
     as_size,
     build_eval_loaders,
     build_parts,
     freeze,
+    in_memory,
     is_timm_dataset,
     load_dataset,
     load_weights,
@@ -90,7 +90,7 @@ def build_data_and_model(
         if split is not None:
             # Skip resizing and cropping if images are in memory in the right size, because that
             # would not change them. A task may have another transform, which is never skipped.
-            rows = InMemory.of(split, preprocessing.input_size[1:])
+            rows = in_memory(split, preprocessing.input_size[1:])
             is_ready = rows is split or (rows is not None and preprocessing.crop_pct == 1)
             is_ready &= isinstance(getattr(transform, "transform", None), ResizeAndCrop)
             splits[name] = split, None if is_ready else transform
@@ -124,7 +124,7 @@ def build_run(config: ResolvedConfig, strategy: Strategy) -> Any:
     if frozen := freeze(model, config.model.freeze):
         log.info("frozen       %s", frozen)
     augment, size = config.data.augment, train_image_size(model, config.data, dataset)
-    rows = InMemory.of(dataset.train, size)
+    rows = in_memory(dataset.train, size)
     # Augment whole batches on the device if the task can. Otherwise, each image is augmented by a
     # transform.
     on_pixels = task.batch_augmentation(rows, size)

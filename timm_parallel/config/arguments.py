@@ -27,11 +27,8 @@ def print_json(value: Any) -> None:
     print(json.dumps(finite(value)), flush=True)
 
 
-class CommandLine(argparse.ArgumentParser):
-    """Argument parser that accepts `--topk 5`, `--topk=5` and `topk=5`, and a flag as `--json` or
-    `json=true`. Scripts must call its method parse_intermixed_args, because only that method
-    accepts `topk=5`.
-    """
+class _CommandLine(argparse.ArgumentParser):
+    """Argument parser of scripts, which `command_line` builds."""
 
     def __init__(self, about: str | None) -> None:
         super().__init__(
@@ -57,6 +54,14 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def command_line(about: str | None) -> argparse.ArgumentParser:
+    """Build a parser that accepts `--topk 5`, `--topk=5` and `topk=5`, and a flag as `--json` or
+    `json=true`. Scripts must call its method parse_intermixed_args, because only that method
+    accepts `topk=5`. `about`: text of --help.
+    """
+    return _CommandLine(about)
 
 
 def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -134,20 +134,6 @@ class InMemory:
         """
         self.images, self.labels = images, labels
 
-    @staticmethod
-    def of(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
-        """Return the images and labels that a split holds in memory, or None if it reads files.
-
-        The split may itself be an InMemory object, or have one as its attribute `rows`. `size`:
-        height and width that the model needs. If the images in `rows` have another size, return
-        None, because the split then resizes each image when it is read.
-        """
-        rows = getattr(split, "rows", split)
-        # A subclass may change images when it reads them.
-        if not isinstance(rows, InMemory) or type(rows).__getitem__ is not InMemory.__getitem__:
-            return None
-        return rows if rows is split or size in (None, rows.images.shape[2:]) else None
-
     def __len__(self) -> int:
         return len(self.images)
 
@@ -168,6 +154,20 @@ def check_classes(dataset: ImageDataset, trained: list[str], owner: str) -> None
             f"data: the class names are not those of {owner} ({difference}), so labels would mean "
             "other classes; use data with the same classes, or start a new run"
         )
+
+
+def in_memory(split: Split, size: tuple[int, ...] | None = None) -> InMemory | None:
+    """Return the images and labels that a split holds in memory, or None if it reads files.
+
+    The split may itself be an InMemory object, or have one as its attribute `rows`. `size`:
+    height and width that the model needs. If the images in `rows` have another size, return
+    None, because the split then resizes each image when it is read.
+    """
+    rows = getattr(split, "rows", split)
+    # A subclass may change images when it reads them.
+    if not isinstance(rows, InMemory) or type(rows).__getitem__ is not InMemory.__getitem__:
+        return None
+    return rows if rows is split or size in (None, rows.images.shape[2:]) else None
 
 
 def as_size(sides: Any) -> tuple[int, int]:

@@ -254,8 +254,8 @@ class ImageFiles:
             "floats": f"0 to 1 if no larger value is in an image, else 0 to 255; {choice}",
             "more than 8 bits": f"0 to 65535; {choice}, such as 4095",
         }
-        if self.max_value is not None:
-            shown = dict.fromkeys(shown, f"0 to {self.max_value:g} (data.max_value)")
+        if self._max_value is not None:
+            shown = dict.fromkeys(shown, f"0 to {self._max_value:g} (data.max_value)")
         shown["16 bits per color"] = "0 to 65535, of which the upper 8 bits are used"
         return [
             f"training images have pixels of {kind}"
@@ -277,7 +277,7 @@ class Files(ImageFiles):
         """Store `files`, pairs of path and label. `mode`: RGB, or L to decode to one gray
         channel. `max_value`: white in images of more than 8 bits; see `data.max_value`.
         """
-        self.files, self.mode, self.max_value = FileList(files), mode, max_value
+        self.files, self._mode, self._max_value = FileList(files), mode, max_value
         # What `below` has left out, one sentence each.
         self.notes: list[str] = []
 
@@ -298,7 +298,7 @@ class Files(ImageFiles):
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.files.read(index)
-        return decode(path, mode=self.mode, max_value=self.max_value), label
+        return decode(path, mode=self._mode, max_value=self._max_value), label
 
     def encoded(self, index: int) -> bytes:
         return read_image(self.files.read(index)[0])
@@ -336,7 +336,7 @@ class MaskFiles(Files):
     def __getitem__(self, index: int) -> Sample:
         path, name = self.files.read(index)
         encoded, mask = self.encoded(index), self.mask(index)
-        image = decode(encoded, path, max_value=self.max_value)
+        image = decode(encoded, path, max_value=self._max_value)
         rotated = ""
         if (turn := stored_turn(encoded)) is not None:
             mask, rotated = _turned(mask, turn, image, path), " after its EXIF rotation"

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from timm_parallel.batch import Batch
-from timm_parallel.data.dataset import InMemory, Sample, Split, train_labels
+from timm_parallel.data.dataset import InMemory, Sample, Split, in_memory, train_labels
 from timm_parallel.data.on_device import DevicePrefetcher
 from timm_parallel.data.samplers import (
     EvalSampler,
@@ -123,7 +123,7 @@ class BatchFetcher:
         self._stream: Iterator[Sample] | None = None
         # Epoch of the stream that is being read, and the place of its next sample.
         self._at = (0, 0)
-        self.in_memory = InMemory.of(split)
+        self.in_memory = in_memory(split)
         self.gathers = self.in_memory is not None and transform is None
         self.is_range_checked = False
         if self.in_memory is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from timm_parallel.data.dataset import ImageDataset, InMemory, Split, split_fingerprint
+from timm_parallel.data.dataset import ImageDataset, Split, in_memory, split_fingerprint
 from timm_parallel.data.samplers import seed_draws
 from timm_parallel.errors import ReplicasDifferError, UnreadableImageError
 from timm_parallel.machine.ranks import first_difference, host_name
@@ -37,7 +37,7 @@ def check_same_data(dataset: ImageDataset, group: ProcessGroup) -> None:
     """
     splits = {"train": dataset.train, "val": dataset.val, "test": dataset.test}
     for name, split in splits.items():
-        if split is not None and len(split) and InMemory.of(split) is None:
+        if split is not None and len(split) and in_memory(split) is None:
             _check_indexing(name, split)
     # With different data, gradients would be averaged over other images than intended, or ranks
     # would wait for a rank with fewer images.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import compare_runs
-from timm_parallel.config.arguments import CommandLine, errors_in_one_line, number_argument
+from timm_parallel.config.arguments import command_line, errors_in_one_line, number_argument
 from timm_parallel.lab.reproduce import compare_curves
 from timm_parallel.record.result import MetricsLog, Result, write_result
 
@@ -85,14 +85,14 @@ def test_compare_runs_refuses_runs_with_different_steps_batch_size_or_data(
 
 @pytest.mark.parametrize("word", ["abc", "-1", "nan", "inf"])
 def test_compare_runs_refuses_an_invalid_tolerance(word: str) -> None:
-    parser = CommandLine(None)
+    parser = command_line(None)
     parser.add_argument("--tolerance", type=number_argument())
     with pytest.raises(ValueError, match=f"--tolerance: '{word}': expected a number >= 0"):
         parser.parse_intermixed_args([f"tolerance={word}"])
 
 
 def test_a_flag_of_a_script_is_set_by_its_name_or_by_true_and_takes_no_other_value() -> None:
-    parser = CommandLine(None)
+    parser = command_line(None)
     parser.add_argument("--json", action="store_true")
     given = {word: parser.parse_intermixed_args([word]).json for word in ("--json", "json=true")}
     assert given == {"--json": True, "json=true": True}
