@@ -34,11 +34,19 @@ def main(argv: list[str]) -> int:
         if path is not None and path.is_dir():
             raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
-    from timm_parallel import check_data, compose, csv_groups, find_task, load_dataset, write_json
+    from timm_parallel import (
+        Task,
+        check_data,
+        compose,
+        csv_groups,
+        find_task,
+        load_dataset,
+        write_json,
+    )
     from timm_parallel.lab import check_images, show_check, write_page
 
     config = compose(*arguments.overrides)
-    is_csv, target = config.data.name == "csv", find_task(config.train.task).target
+    is_csv, target = config.data.name == "csv", find_task(config.train.task, Task).target
     # For a CSV file, skip check_data, which raises an error for a missing file or a group in
     # two splits. check_images reports these problems together with all others.
     if not is_csv:

@@ -166,7 +166,7 @@ def _task_problems(config: Config) -> Iterator[str]:
     task. Replace checkpoint.metric=auto by the headline of the task first.
     """
     train, name = config.train, config.train.task
-    task = find_task(name)
+    task = find_task(name, Task)
     choose_headline(config)
     yield from option_problems("train.task_kwargs", task.Options, train.task_kwargs)
     for key, metric, allowed in (
@@ -189,7 +189,7 @@ def _task_problems(config: Config) -> Iterator[str]:
 def choose_headline(config: Config) -> None:
     """Replace checkpoint.metric=auto by the headline of the task."""
     if config.checkpoint.metric == "auto":
-        config.checkpoint.metric = f"val/{find_task(config.train.task).headline}"
+        config.checkpoint.metric = f"val/{find_task(config.train.task, Task).headline}"
 
 
 def _phase_problems(config: Config, task: type[Task[Any]]) -> Iterator[str]:
@@ -249,7 +249,7 @@ def metric_of(task: str, measure: str) -> Metric:
     """Return the Metric that a value of optimized_metric names, e.g. val/loss_best. Raises
     ValueError if the task has none. `task`: value of train.task.
     """
-    known = {"images_per_sec": Metric(), "loss": LOSS, **find_task(task).metrics}
+    known = {"images_per_sec": Metric(), "loss": LOSS, **find_task(task, Task).metrics}
     name = metric_name(measure)
     if name not in known:
         raise ValueError(f"{measure}: not a metric of the task {task}{hint(name, known)}")

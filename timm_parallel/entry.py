@@ -38,10 +38,10 @@ from timm_parallel.launch.torchrun import (
 )
 from timm_parallel.machine.files import claim_folder, lock_folder
 from timm_parallel.machine.imports import import_name, imports_without_gc
-from timm_parallel.machine.process import keep_running_without_stdout
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import StopHandler, Stopped, exit_process, signal_handlers
+from timm_parallel.machine.streams import keep_running_without_stdout
 from timm_parallel.patches import any_help_text
 from timm_parallel.record.console import print_config
 
@@ -110,7 +110,7 @@ def _lead(app: App, ranks: Ranks | None) -> int:
     ):
         return _show_with_hydra(app, arguments)
     if not arguments.multirun:
-        return _run(app, arguments, ranks)
+        return _run(arguments, ranks)
     if ranks is not None:
         raise ValueError(
             "--multirun: a sweep starts its own ranks; run python train.py -m … without "
@@ -119,7 +119,7 @@ def _lead(app: App, ranks: Ranks | None) -> int:
     return int(import_name(MULTIRUN)(arguments))
 
 
-def _run(app: App, arguments: Any, ranks: Ranks | None) -> int:
+def _run(arguments: Any, ranks: Ranks | None) -> int:
     """Compose and check the config, create or reopen the run folder, and start the ranks. Under
     torchrun this process is rank 0 and trains itself. Return the exit code.
     """

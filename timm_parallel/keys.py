@@ -18,7 +18,7 @@ from timm_parallel.machine.imports import import_name
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """What a strategy can do, which train.py must know before it imports torch."""
+    """Abilities of a strategy, which train.py must know before it imports torch."""
 
     # True: one process per device. False: one process that drives all devices.
     process_per_device: bool = False
@@ -444,8 +444,8 @@ class ParallelConfig:
 
     @property
     def traits(self) -> StrategyTraits:
-        """What the strategy can do. A class of the project is imported. Strategy `auto`, which must
-        be resolved first, has the defaults.
+        """Abilities of the strategy. A class of the project is imported. Strategy `auto` has the
+        defaults, and must be resolved first.
         """
         if is_own_class(self.strategy):
             # A class that is no Strategy has no traits. The ranks reject it.

@@ -12,8 +12,8 @@ from pathlib import Path
 from timm_parallel.app import find_app
 from timm_parallel.launch.fork_server import serve
 from timm_parallel.launch.rank import main
-from timm_parallel.machine.process import keep_running_without_stdout
 from timm_parallel.machine.signals import exit_process
+from timm_parallel.machine.streams import keep_running_without_stdout
 
 if __name__ == "__main__":
     find_app(sys.argv[1])

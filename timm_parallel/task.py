@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 C = TypeVar("C", bound=ResolvedConfig)
+T = TypeVar("T", bound="Task[Any]")
 
 
 @dataclass
@@ -188,8 +189,8 @@ class Task(Targets, Generic[C]):
         return {}
 
 
-def find_task(name: str) -> type[Task[Any]]:
+def find_task(name: str, base: type[T]) -> type[T]:
     """Import the task class that a value of `train.task` names. Raises ValueError if the class does
-    not extend Task.
+    not extend `base`, which is Task or a class of the project.
     """
-    return import_class("train.task", name, Task, current().tasks)
+    return import_class("train.task", name, base, current().tasks)

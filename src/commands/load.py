@@ -13,11 +13,12 @@ from torch import nn
 from src.data.transforms import Preprocessing
 from src.models.build import build_model
 from src.schema import ResolvedConfig
-from src.tasks.images import ImageTask, find_task
+from src.tasks.images import ImageTask
 from timm_parallel import (
     Networks,
     as_size,
     build_networks,
+    find_task,
     load_config,
     load_networks,
     read_checkpoint,
@@ -71,7 +72,7 @@ def load_trained(
     untrained = replace(
         config.model, pretrained=False, weights=None, grad_checkpointing=False, sync_bn=False
     )
-    task = find_task(config.train.task)(config, contents["classes"])
+    task = find_task(config.train.task, ImageTask)(config, contents["classes"])
     model = build_model(
         untrained,
         task.num_outputs,

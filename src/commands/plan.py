@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from src.models.build import build_model
 from src.models.preprocessing import train_image_size
 from src.schema import Config, ResolvedConfig
-from src.tasks.images import ImageTask, find_task
+from src.tasks.images import ImageTask
 from src.train.optim import build_optimizer
 from timm_parallel import (
     Batch,
@@ -35,6 +35,7 @@ from timm_parallel import (
     check_data,
     check_networks,
     compose,
+    find_task,
     freeze,
     load_dataset,
     measure_step,
@@ -136,7 +137,7 @@ def plan(
     if sizes is None:
         images = load_dataset(config)
     else:
-        target = find_task(config.train.task).target
+        target = find_task(config.train.task, ImageTask).target
         images = Sizes(*sizes, config.model.in_chans or 3, target)
     # The values of the weights do not change a plan, so no file is read and nothing is downloaded.
     config.model.pretrained, config.model.weights = False, None
@@ -177,7 +178,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
     steps_per_epoch, steps = train.count_steps(batches)
     chunk = math.ceil(batch / devices)
     sides = config.data.image_size or images.image_size
-    task = find_task(config.train.task)(config, images.target_names)
+    task = find_task(config.train.task, ImageTask)(config, images.target_names)
     # Build the model on the device meta. Fake tensors would not work, because timm reads values of
     # some tensors while it builds a model.
     with torch.device("meta"):

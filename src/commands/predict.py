@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from src.commands.load import Trained, load_trained
 from src.data.transforms import OnImage, evaluation_transform
-from src.tasks.images import find_task
+from src.tasks.images import ImageTask
 from timm_parallel import (
     Batch,
     Files,
@@ -26,6 +26,7 @@ from timm_parallel import (
     Strategy,
     build_eval_loaders,
     evaluation_networks,
+    find_task,
     load_config,
 )
 
@@ -66,7 +67,7 @@ def predict(
     names = [path.relative_to(base).with_suffix("").as_posix() for path in paths]
     # Check on one rank, because the first rank writes files before the last rank has started.
     if folder is not None and strategy.group.is_first:
-        endings = find_task(load_config(run).train.task).endings
+        endings = find_task(load_config(run).train.task, ImageTask).endings
         _check_written_files(folder, [name + ending for name in names for ending in endings])
     trained = load_trained(run, checkpoint, weights, strategy.device)
     networks = evaluation_networks(trained.networks, trained.config, strategy)

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from src.schema import Config, TrainConfig
-from src.tasks.images import LossTask, find_task
-from timm_parallel import is_own_class
+from src.tasks.images import ImageTask, LossTask
+from timm_parallel import find_task, is_own_class
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each key of the groups train and data that does not fit train.task
     or train.loss.
     """
-    train, data, task = config.train, config.data, find_task(config.train.task)
+    train, data, task = config.train, config.data, find_task(config.train.task, ImageTask)
     if not issubclass(task, LossTask):
         if train.loss != TrainConfig().loss:
             yield (

@@ -19,14 +19,13 @@ from src.data.transforms import (
     evaluation_transform,
     train_transform,
 )
-from src.schema import TASKS, ResolvedConfig
+from src.schema import ResolvedConfig
 from timm_parallel import (
     Batch,
     Evaluation,
     InMemory,
     Metric,
     Task,
-    import_class,
     import_name,
     refuse_wrong_arguments,
     to_double,
@@ -145,13 +144,6 @@ class ImageTask(Task[ResolvedConfig]):
             f"folder={folder}: train.task={self.config.train.task} writes no files per image; "
             "remove this option"
         )
-
-
-def find_task(name: str) -> type[ImageTask]:
-    """Import the task class that a value of train.task names. Raises ValueError if the class does
-    not extend ImageTask.
-    """
-    return import_class("train.task", name, ImageTask, TASKS)
 
 
 class LossTask(ImageTask):

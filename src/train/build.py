@@ -18,7 +18,7 @@ from src.data.transforms import Preprocessing, ResizeAndCrop
 from src.models.build import build_model
 from src.models.preprocessing import preprocessing_for, train_image_size
 from src.schema import ResolvedConfig
-from src.tasks.images import ImageTask, find_task
+from src.tasks.images import ImageTask
 from src.train.optim import build_learning
 from timm_parallel import (
     Erasing,
@@ -28,6 +28,7 @@ from timm_parallel import (
     as_size,
     build_eval_loaders,
     build_parts,
+    find_task,
     freeze,
     in_memory,
     is_timm_dataset,
@@ -71,7 +72,7 @@ def build_data_and_model(
     may_download = config.model.pretrained or is_timm_dataset(config.data.name)
     with strategy.group.one_of_node_first() if may_download else nullcontext():
         dataset = load_dataset(config, trained_names)
-        task = find_task(config.train.task)(config, dataset.target_names)
+        task = find_task(config.train.task, ImageTask)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
         size = None if sides is None else as_size(sides)
         model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)

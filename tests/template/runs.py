@@ -20,9 +20,9 @@ from PIL import Image
 
 from src.app import app
 from src.schema import AugmentConfig, ResolvedConfig, ResolvedTrain, TrainConfig
-from src.tasks.images import find_task
+from src.tasks.images import ImageTask
 from src.train.run import train
-from timm_parallel import compose, resolve
+from timm_parallel import compose, find_task, resolve
 from timm_parallel.batch import Batch
 from timm_parallel.data.loader import TrainLoader
 from timm_parallel.data.on_device import DevicePrefetcher
@@ -181,7 +181,9 @@ def task_of(classes: int, train: TrainConfig | None = None, **augment: Any) -> A
     if train is not None:
         config.train = ResolvedTrain(**vars(train))
     config.data.augment = AugmentConfig(**augment)
-    return find_task(config.train.task)(config, [str(number) for number in range(classes)])
+    return find_task(config.train.task, ImageTask)(
+        config, [str(number) for number in range(classes)]
+    )
 
 
 @cache

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.machine.files import finite
-from timm_parallel.machine.process import open_closed_streams
 from timm_parallel.machine.secrets import mask
+from timm_parallel.machine.streams import open_closed_streams
 
 
 def print_json(value: Any) -> None:

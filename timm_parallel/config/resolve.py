@@ -17,7 +17,7 @@ from timm_parallel.app import as_resolved
 from timm_parallel.config.validate import fill_in, refuse
 from timm_parallel.keys import PATHS, TRACKERS, Config, ResolvedConfig
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import WINDOWS
+from timm_parallel.machine.platform import WINDOWS
 from timm_parallel.machine.ranks import starter
 
 

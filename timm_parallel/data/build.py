@@ -70,9 +70,9 @@ def load_dataset(config: Config, trained_names: list[str] | None = None) -> Imag
 def _target_of(config: Config) -> str:
     """Return the kind of target that the task of a config learns."""
     # Import the task here, because its import takes seconds.
-    from timm_parallel.task import find_task
+    from timm_parallel.task import Task, find_task
 
-    return find_task(config.train.task).target
+    return find_task(config.train.task, Task).target
 
 
 def check_root(config: Config) -> None:

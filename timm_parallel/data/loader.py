@@ -32,7 +32,8 @@ from timm_parallel.data.samplers import (
 )
 from timm_parallel.errors import UnreadableImageError, UnsentBatchError
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import WORKER_START, kill_on_parent_exit
+from timm_parallel.machine.platform import WORKER_START
+from timm_parallel.machine.process import kill_on_parent_exit
 from timm_parallel.machine.seeds import seeds_for
 from timm_parallel.machine.signals import ignore_stop_signals
 from timm_parallel.parallel.group import ProcessGroup

@@ -1,5 +1,5 @@
-"""What happens to a batch on the device that holds it: it is copied there and normalized, boxes are
-erased, and mixup and cutmix mix pairs of images and of labels.
+"""Copy a batch to its device, and work on it there: normalize images, erase random boxes, and mix
+pairs of images and of labels by mixup and cutmix.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from timm_parallel.data.decode import open_image
 from timm_parallel.errors import UnreadableImageError
 from timm_parallel.lab.image_page import jpeg_base64, render_page
 from timm_parallel.machine.hardware import cores
-from timm_parallel.machine.process import WORKER_START
+from timm_parallel.machine.platform import WORKER_START
 from timm_parallel.machine.text import first, for_terminal
 
 ABSENT, SPREAD = "classes without an image", "min, median, max"

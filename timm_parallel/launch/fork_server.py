@@ -26,7 +26,8 @@ from timm_parallel.app import import_all
 from timm_parallel.faults.failure import REPORT
 from timm_parallel.launch import job, rank
 from timm_parallel.machine import hardware
-from timm_parallel.machine.process import STOP_SIGNALS, limit_job, open_memory
+from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
+from timm_parallel.machine.process import limit_job
 
 # Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02

@@ -45,11 +45,10 @@ from timm_parallel.launch.rendezvous import (
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import RunFolder, lock_folder, write_json
 from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (
     LAUNCHER,
     SAFE_PATH,
-    STOP_SIGNALS,
-    open_memory,
     process_start_time,
     terminate_descendants,
 )

@@ -1,115 +1,25 @@
-"""Processes of a run: differences between operating systems, standard streams, dying with the
-parent, start times, scheduling, the end of descendants, and the parts of a start.
-
-This file can be imported on Windows, so that train.py can print that Windows is not supported.
+"""Processes of a run: let a process die with its parent, read its start time and how its threads
+were scheduled, end its descendants, and time the parts of its start.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
-WINDOWS = sys.platform == "win32"
-# Start method of loader workers; None: that of Python. On Linux, Python 3.14 uses a fork server,
-# with which each worker would import torch again and receive a pickled copy of the dataset.
-WORKER_START = "fork" if sys.platform == "linux" else None
-STOP_SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)
 # Python option for child processes. Without it, `python -m` imports from the current folder first,
 # which may contain a foreign json.py.
 SAFE_PATH = ("-P",)
 # Environment variable of a rank with the process id of its launcher.
 LAUNCHER = "RUN_LAUNCHER"
-
-
-def open_memory() -> IO[bytes]:
-    """Open a file without a name, to which a child process can write. On Linux it is in memory,
-    because the disk may be full.
-    """
-    if sys.platform == "linux":
-        return os.fdopen(os.memfd_create("report"), "w+b")
-    return tempfile.TemporaryFile()
-
-
-def peak_memory() -> int:
-    """Return the largest amount of memory that this process has used so far, in bytes."""
-    status = Path("/proc/self/status")
-    # Read VmHWM on Linux, because ru_maxrss there includes the peak of the parent process before
-    # the fork.
-    match = (
-        re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if status.exists()
-        else None
-    )
-    if match is not None:
-        return 1024 * int(match.group(1))
-    import resource
-
-    # ru_maxrss is in bytes on macOS and in KiB elsewhere.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def open_closed_streams() -> None:
-    """Open stdin, stdout and stderr on the null device if they are closed, as in `python train.py
-    >&-`. Another file would otherwise get the number of a stream, and its content.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, number)
-            if nowhere == number:
-                os.set_inheritable(number, True)
-            else:
-                os.close(nowhere)
-            mode = "w" if number else "r"
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
-
-
-def keep_running_without_stdout() -> None:
-    """Discard output after the reader of stdout has exited, as in `python train.py | head -n 2`, on
-    a full disk, and if stdout is closed. The run would otherwise fail. The same is true of stderr.
-    """
-    open_closed_streams()
-    for name in ("stdout", "stderr"):
-        out = getattr(sys, name)
-        if isinstance(out, io.TextIOWrapper) and not out.isatty():
-            buffer = io.BufferedWriter(_Pipe(out.fileno(), "w", closefd=False))
-            wrapped = io.TextIOWrapper(
-                buffer, out.encoding, out.errors, line_buffering=out.line_buffering
-            )
-            setattr(sys, name, wrapped)
-
-
-class _Pipe(io.FileIO):
-    """File that discards what cannot be written."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-        # Discard this output only, because the disk may have space again later.
-        except OSError:
-            pass
-        return len(data)
 
 
 def kill_on_parent_exit(parent: int | None = None) -> None:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from timm_parallel.machine.files import remove_lock_files
-from timm_parallel.machine.process import STOP_SIGNALS
+from timm_parallel.machine.platform import STOP_SIGNALS
 
 # Seconds in which a second signal counts as the same one. Ctrl-C may arrive twice, from the
 # terminal and from torch's agent.

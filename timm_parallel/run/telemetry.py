@@ -17,7 +17,8 @@ import psutil
 import torch
 
 from timm_parallel.machine.hardware import Gpu, visible_cuda_devices
-from timm_parallel.machine.process import peak_memory, scheduled_seconds
+from timm_parallel.machine.platform import peak_memory
+from timm_parallel.machine.process import scheduled_seconds
 from timm_parallel.parallel.group import ProcessGroup
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from timm_parallel.machine.process import STOP_SIGNALS
+from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.ranks import NEEDED
 from timm_parallel.testing.configs import merged, read_lines
 

@@ -318,7 +318,7 @@ def test_result_energy_is_summed_over_the_distinct_gpus_and_null_when_one_is_unk
 def test_peak_memory_of_child_process_excludes_memory_of_its_parent_process() -> None:
     """On Linux, ru_maxrss of a child process starts at the memory use of its parent process."""
     held = bytearray(300 * 2**20)
-    code = "from timm_parallel.machine.process import peak_memory; print(peak_memory())"
+    code = "from timm_parallel.machine.platform import peak_memory; print(peak_memory())"
     assert 2**20 < int(run_python("-c", code).stdout) < len(held) // 2
 
 

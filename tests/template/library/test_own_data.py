@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
-from src.tasks.images import find_task
+from src.tasks.images import ImageTask
 from tests.template.runs import draw_images
+from timm_parallel import find_task
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
@@ -381,7 +382,7 @@ def test_csv_notes_files_that_have_several_lines_with_different_labels(
     flowers: Path, task: str
 ) -> None:
     rows = rows_of(flowers, split=lambda number: "val" if number % 7 == 0 else "train")
-    path, target = write_csv(flowers / "long.csv", rows), find_task(task).target
+    path, target = write_csv(flowers / "long.csv", rows), find_task(task, ImageTask).target
     config = DataConfig(name="csv", root=str(path))
     assert build_dataset(config, target=target).notes(target) == []
     labels = {row["label"] for row in rows}

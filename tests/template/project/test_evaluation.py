@@ -27,7 +27,7 @@ from src.commands.predict import predict
 from src.data.transforms import OnImage
 from src.schema import ModelConfig, ResolvedConfig, ResolvedTrain
 from src.tasks.classification import Classification
-from src.tasks.images import ImageTask, find_task
+from src.tasks.images import ImageTask
 from src.train.build import build_data_and_model
 from tests.template.runs import (
     cpu_strategy,
@@ -37,6 +37,7 @@ from tests.template.runs import (
     run_python,
     run_warm,
 )
+from timm_parallel import find_task
 from timm_parallel.checked_configs import compose_evaluation
 from timm_parallel.config.compose import save_config
 from timm_parallel.data.build import build_dataset
@@ -346,7 +347,7 @@ def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
 def test_images_of_a_regression_are_described_by_their_numbers_and_nan_comes_first() -> None:
     config = resolved()
     config.train = ResolvedTrain(task="regression", loss="mse")
-    task = find_task("regression")(config, ["age"])
+    task = find_task("regression", ImageTask)(config, ["age"])
     # Image 1 could not be read.
     indices, predicted = torch.tensor([0, 2, 3]), torch.tensor([[1.0], [5.0], [math.nan]])
     truth = torch.tensor([[1.0], [1.0], [2.5]])

@@ -23,8 +23,9 @@ from src.commands.load import load_trained
 from src.commands.predict import Predictions, predict
 from src.schema import DataConfig
 from src.tasks.classification import Classification
-from src.tasks.images import find_task
+from src.tasks.images import ImageTask
 from tests.template.runs import assert_equal_trees, cpu_strategy, run_warm
+from timm_parallel import find_task
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
@@ -327,7 +328,9 @@ def test_multilabel_hub_export_states_problem_type_in_config_and_sigmoid_in_mode
     trained = load_trained(finished_run.folder, None, None, CPU)
     train = replace(trained.config.train, task="multilabel", loss="bce")
     trained.config = replace(trained.config, train=train)
-    trained.task = find_task(trained.config.train.task)(trained.config, trained.task.names[:8])
+    trained.task = find_task(trained.config.train.task, ImageTask)(
+        trained.config, trained.task.names[:8]
+    )
     export.export_hub(trained, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"

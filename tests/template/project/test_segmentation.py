@@ -29,9 +29,10 @@ from src.schema import (
     ResolvedTrain,
     TrainConfig,
 )
-from src.tasks.images import find_task
+from src.tasks.images import ImageTask
 from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
 from tests.template.runs import cpu_strategy, files_below, resolved, run_warm, task_of
+from timm_parallel import find_task
 from timm_parallel.batch import Batch
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.dataset import InMemory
@@ -101,7 +102,7 @@ def task_for(size: list[int], **options: Any) -> Any:
     config = resolved()
     config.train = ResolvedTrain(task="segmentation", task_kwargs=options)
     config.data.image_size = size
-    return find_task(config.train.task)(config, list("abcd"))
+    return find_task(config.train.task, ImageTask)(config, list("abcd"))
 
 
 class Truth:
@@ -545,7 +546,7 @@ def test_masks_and_overlays_are_written_for_each_image_that_decode_reads(
     config = resolved(
         "data=segmentation", "train=segmentation", "+data.kwargs.classes=[a,b]", "data.root=x"
     )
-    task = find_task("segmentation")(config, ["a", "b"])
+    task = find_task("segmentation", ImageTask)(config, ["a", "b"])
     task.write(
         torch.tensor([1.0, 0.0])[:, None, None].expand(2, 2, 2), tmp_path / name, tmp_path, "m"
     )

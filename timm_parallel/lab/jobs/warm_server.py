@@ -20,7 +20,8 @@ from typing import Any
 from timm_parallel.app import code_files, current
 from timm_parallel.keys import Config
 from timm_parallel.launch.job import with_project_on_path
-from timm_parallel.machine.process import SAFE_PATH, STOP_SIGNALS, limit_job
+from timm_parallel.machine.platform import STOP_SIGNALS
+from timm_parallel.machine.process import SAFE_PATH, limit_job
 
 # Prefixes of environment variables that libraries read when they are loaded. A forked job always
 # has the values of the server.

@@ -150,7 +150,7 @@ def test_process_and_its_child_keep_running_when_streams_are_closed_or_full(
     code = (
         "import logging, os, subprocess, sys\n"
         "from timm_parallel.config.arguments import errors_in_one_line\n"
-        "from timm_parallel.machine.process import keep_running_without_stdout\n"
+        "from timm_parallel.machine.streams import keep_running_without_stdout\n"
         f"{opened}\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "print('x' * 99999, flush=True)\n"

@@ -15,6 +15,7 @@ from small.data import MEAN, SIDE, STD
 from timm_parallel import (
     Learning,
     Strategy,
+    Task,
     Training,
     build_eval_loaders,
     build_parts,
@@ -47,7 +48,7 @@ def train(training: Training) -> None:
 def build(config: ResolvedConfig, strategy: Strategy) -> Any:
     """Build data, model and optimizer of a run on this rank. All ranks must call this function."""
     dataset, device = load_dataset(config), strategy.device
-    task = find_task(config.train.task)(config, dataset.target_names)
+    task = find_task(config.train.task, Task)(config, dataset.target_names)
     model_class = import_class("model.name", config.model.name, nn.Module)
     model = model_class(task.num_outputs, config.model.width, **config.model.kwargs).to(device)
     preprocessing = Preprocessing((dataset.in_chans, SIDE, SIDE), MEAN, STD)
