@@ -3,8 +3,7 @@ the project's code, which saves each job seconds of imports.
 
 timm_parallel/lab/jobs/warm_server.py starts it as `python -m timm_parallel.rank <app> --serve
 <fd>`. Only jobs of one rank can be forked. The server forks the launcher of a job. The launcher
-forks its rank at once, because no fork can use CUDA after the launcher has asked the CUDA driver
-for devices.
+asks the CUDA driver for devices in another fork, because no fork can use CUDA after that.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,14 +20,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from timm_parallel.app import import_all
-from timm_parallel.faults.failure import REPORT
+from timm_parallel.config.compose import load_config
 from timm_parallel.launch import job, rank
 from timm_parallel.machine import hardware
-from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
+from timm_parallel.machine.files import lock_folder
+from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import limit_job
 
 # Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02
+FORK = multiprocessing.get_context("fork")
 
 
 def serve(descriptor: int) -> None:
@@ -50,24 +49,23 @@ def serve(descriptor: int) -> None:
     _check_is_forkable()
     connection: Connection[Any, Any] = Connection(descriptor)
     connection.send({"ready": True})
-    # Job id -> process id of each running job.
-    pids: dict[int, int] = {}
+    # Job id -> process of each running job.
+    running: dict[int, ForkedProcess] = {}
     while True:
-        if connection.poll(POLL_SECONDS if pids else None):
+        if connection.poll(POLL_SECONDS if running else None):
             try:
                 request = connection.recv()
             except EOFError:
                 return
             id = request.pop("id")
             if "signal" not in request:
-                pids[id] = _fork(partial(_run_job, os.getpid(), **request))
-            elif id in pids:
-                os.kill(pids[id], request["signal"])
-        for id, pid in list(pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del pids[id]
-                connection.send({"id": id, "code": os.waitstatus_to_exitcode(status)})
+                running[id] = ForkedProcess(partial(run_job, os.getpid(), **request))
+            elif id in running:
+                running[id].send_signal(request["signal"])
+        for id, process in list(running.items()):
+            if (code := process.poll()) is not None:
+                del running[id]
+                connection.send({"id": id, "code": code})
 
 
 def _check_is_forkable() -> None:
@@ -87,24 +85,40 @@ def _check_is_forkable() -> None:
         raise RuntimeError("the sweep cannot fork its jobs, because an import initialized CUDA")
 
 
-def _fork(work: Callable[[], int]) -> int:
-    """Fork a process that calls `work` and exits with the exit code that `work` returns. Return the
-    process id.
+class ForkedProcess:
+    """Process that is forked from this one. It has the methods of `subprocess.Popen` that callers
+    need.
     """
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(work)
-    return pid
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        """Start the process, which calls the function, and exits with 0 or as SystemExit says."""
+        self._process = FORK.Process(target=function, args=arguments)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None if the process is still running."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
-def _run_job(
-    server: int,
-    folder: Path,
-    environment: Mapping[str, str],
-    cores: Sequence[int],
-) -> int:
-    """Set environment, CPU cores and log of a job in this forked process, then run the launcher of
-    the job. Return the exit code.
+def run_job(
+    server: int, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
+) -> NoReturn:
+    """Set environment, CPU cores and log of a job in this forked process, run the launcher of the
+    job, and exit with its exit code.
 
     The job and its rank keep the server's end of the connection open. If the server is killed, the
     sweep sees the connection close only after the job and the rank have died too. Neither can then
@@ -121,100 +135,29 @@ def _run_job(
     os.close(console)
     sys.argv = [str(job.__file__), str(folder)]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    with ForkedRank(folder) as forked:
-        return job.main(folder, forked.start)
+    with lock_folder(folder):
+        config = load_config(folder)
+        # Prepare in another process, because this asks the CUDA driver for devices. After that, no
+        # process that is forked from this one could use CUDA.
+        if code := ForkedProcess(job.prepare, config, folder).wait():
+            sys.exit(code)
+        start = partial(ForkedProcess, _run_rank)
+        config, ended = job.run_until_it_fits(config, folder, start_rank=start)
+        sys.exit(job.conclude(config, folder, ended))
 
 
-class ForkedRank:
-    """Process of a rank that is forked from its launcher. It has the methods of `subprocess.Popen`
-    that the launcher calls.
-
-    The process is forked when this object is built, and waits for `start`. A later fork could not
-    use CUDA, because the launcher initializes the CUDA driver in between.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.returncode: int | None = None
-        reading, self._writing = multiprocessing.Pipe(duplex=False)
-        self._report = open_memory()
-
-        def work() -> int:
-            self._writing.close()
-            return _run_rank(reading, folder)
-
-        self.pid = _fork(work)
-        reading.close()
-
-    def __enter__(self) -> ForkedRank:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Kill a rank that was never started, or that the launcher did not wait for. A rank is not
-        started if another process holds the run folder.
-        """
-        self._writing.close()
-        self.kill()
-        self.wait()
-        self._report.close()
-
-    def start(self, command: list[str], environment: dict[str, str]) -> ForkedRank:
-        """Start the waiting rank. `command`: the command line, from which the rank takes its
-        arguments. `environment`: all environment variables of the rank.
-        """
-        # Let the launcher read failure records from the file that the rank inherited, because the
-        # launcher opened its own file after the fork.
-        os.dup2(self._report.fileno(), int(environment[REPORT]), inheritable=False)
-        environment = {**environment, REPORT: str(self._report.fileno())}
-        self._writing.send((command[command.index("-m") + 1 :], environment))
-        return self
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _run_rank(reading: Connection[Any, Any], folder: Path) -> int:
-    """Wait for `ForkedRank.start`, then run the rank with the received arguments and environment.
-    Return the exit code of the rank, or 0 if the launcher ends without a start.
-    """
-    try:
-        sys.argv, environment = reading.recv()
-    except EOFError:
-        return 0
+def _run_rank(command: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a rank with the arguments and the environment of its command, and exit with its code."""
+    sys.argv = command[command.index("-m") + 1 :]
     replace_environment(environment)
-    return rank.main(folder)
+    try:
+        sys.exit(rank.main(Path(command[-1])))
+    finally:
+        # A process of multiprocessing does not call the exit handlers.
+        atexit._run_exitfuncs()
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
     """Replace all environment variables of this process."""
     os.environ.clear()
     os.environ.update(environment)
-
-
-def run_and_exit(work: Callable[[], int]) -> NoReturn:
-    """Call `work` in a forked process, and exit with the exit code that `work` returns. After an
-    exception, print the traceback and exit with 1.
-    """
-    code = 1
-    try:
-        code = work()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Run the exit handlers and flush here, and end with os._exit. The normal shutdown of the
-        # interpreter would also free objects of the parent process, such as its locks.
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -95,18 +95,15 @@ def job_command(folder: Path) -> list[str]:
     ]
 
 
-def main(folder: Path, start_rank: StartRank = start_command) -> int:
-    """Lock a run folder and run its saved config, as one job of a sweep. Return the exit code.
-    `start_rank`: function that starts the rank of a run with one process.
-    """
+def main(folder: Path) -> int:
+    """Lock a run folder and run its saved config, as one job of a sweep. Return the exit code."""
     with lock_folder(folder):
-        return run_job(load_config(folder), folder, start_rank)
+        return run_job(load_config(folder), folder)
 
 
-def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_command) -> int:
+def run_job(config: ResolvedConfig, folder: Path) -> int:
     """Train with a config in child processes. For Slurm or Kubernetes, write the file of the job
-    instead. Return the exit code. `start_rank`: function that starts the rank of a run with one
-    process.
+    instead. Return the exit code.
     """
     if config.cluster.scheduler != "local":
         save_config(config, folder)
@@ -114,7 +111,7 @@ def run_job(config: ResolvedConfig, folder: Path, start_rank: StartRank = start_
         write_job_file(config, folder)
         return 0
     prepare(config, folder)
-    config, ended = run_until_it_fits(config, folder, start_rank=start_rank)
+    config, ended = run_until_it_fits(config, folder)
     return conclude(config, folder, ended)
 
 

@@ -145,6 +145,9 @@ LOCK_FILE = ".lock"
 PATIENCE_SECONDS = 0.2
 # Paths of the lock files that this process holds.
 _held: set[Path] = set()
+# A forked process does not have the locks of its parent.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_held.clear)
 # Error numbers of a file system that does not support locks.
 NO_LOCKS = (
     errno.ENOSYS,

@@ -25,8 +25,8 @@ from timm_parallel.lab.jobs.folders import frozen_config, write_job_folder
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
-from timm_parallel.launch import fork_server, rank
-from timm_parallel.launch.fork_server import _check_is_forkable, run_and_exit
+from timm_parallel.launch import rank
+from timm_parallel.launch.fork_server import ForkedProcess, _check_is_forkable, run_job
 from timm_parallel.launch.job import with_project_on_path
 from timm_parallel.machine import hardware
 from timm_parallel.record.result import read_jobs, read_result
@@ -220,7 +220,7 @@ def test_warm_server_refuses_to_fork_with_a_second_thread_or_an_initialized_cuda
 
 
 @pytest.mark.slow(seconds=1)
-def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
+def test_rank_is_forked_from_a_process_that_has_not_initialized_the_cuda_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA works in a forked process only if the parent process had not initialized it before
@@ -238,11 +238,8 @@ def test_rank_is_forked_before_its_launcher_initializes_the_cuda_driver(
     monkeypatch.setattr(rank, "train", run)
     monkeypatch.setattr(hardware, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
-    environment, parent = {**os.environ, "OF_THE_JOB": "yes"}, os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(lambda: fork_server._run_job(parent, folder, environment, []))
-    os.waitpid(pid, 0)
+    environment = {**os.environ, "OF_THE_JOB": "yes"}
+    ForkedProcess(run_job, os.getpid(), folder, environment, []).wait()
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
 
@@ -256,20 +253,10 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
 
     monkeypatch.setattr(rank, "train", run)
     monkeypatch.setattr(rank, "write_failure", lambda folder, record: None)
-    folder, parent = frozen(tmp_path / "job"), os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        run_and_exit(lambda: fork_server._run_job(parent, folder, os.environ.copy(), []))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    folder = frozen(tmp_path / "job")
+    assert ForkedProcess(run_job, os.getpid(), folder, os.environ.copy(), []).wait() == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
-
-
-def test_forked_rank_that_got_no_job_ends_when_the_with_block_ends(tmp_path: Path) -> None:
-    with fork_server.ForkedRank(tmp_path) as forked:
-        os.kill(forked.pid, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(forked.pid, 0)
 
 
 @pytest.mark.slow(seconds=4)
