@@ -229,7 +229,7 @@ def _eight_bit(image: Any, max_value: float | None) -> Any:
 class ImageFiles:
     """Base class of splits of image files, which a method `encoded` reads by index."""
 
-    max_value: float | None
+    _max_value: float | None
 
     def pixel_notes(self: Any) -> list[str]:
         """Describe the range of pixel values in images of more than 8 bits, among a sample of the

@@ -100,7 +100,7 @@ class HubSplit(ImageFiles):
     """
 
     def __init__(self, reader: Any, max_value: float | None = None) -> None:
-        self.reader, self.max_value = reader, max_value
+        self.reader, self._max_value = reader, max_value
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -109,7 +109,7 @@ class HubSplit(ImageFiles):
         file, label, *_ = self.reader[index]
         name = f"image {index} of {self.reader.split}"
         with file:
-            return decode(file.read(), name, max_value=self.max_value), int(label)
+            return decode(file.read(), name, max_value=self._max_value), int(label)
 
     def encoded(self, index: int) -> bytes:
         with self.reader[index][0] as file:

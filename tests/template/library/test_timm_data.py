@@ -7,7 +7,8 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from src.schema import ResolvedConfig
 from src.train.build import build_data_and_model
 from tests.template.runs import parts_of, resolved
 from timm_parallel.app import as_resolved
+from timm_parallel.data import timm_datasets
 from timm_parallel.data.build import build_dataset, check_data
 from timm_parallel.data.samplers import IndexBatch
 from timm_parallel.errors import UnreadableImageError
@@ -191,6 +193,32 @@ def test_hugging_face_dataset_is_read_from_local_files(tmp_path: Path) -> None:
     assert [images.val[n][1] for n in range(2)] == [0, 1]
     with pytest.raises(UnreadableImageError, match="image 2 of validation"):
         images.val[2]
+
+
+def test_hugging_face_dataset_is_read_and_described_through_the_reader_of_timm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reader:
+        class_to_idx: ClassVar = {"dog": 1, "cat": 0}
+        split = "train"
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+            stream = io.BytesIO()
+            Image.fromarray(np.array([[0, 2047 * index]], np.uint16)).save(stream, "PNG")
+            return io.BytesIO(stream.getvalue()), index
+
+    reader = SimpleNamespace(reader=Reader())
+    monkeypatch.setattr(timm_datasets, "create_dataset", lambda *given, **options: reader)
+    config = config_of("hfds/some/images", tmp_path, "data.max_value=2047")
+    dataset = build_dataset(config.data)
+    assert dataset.target_names == list(CLASSES)
+    image, label = dataset.train[1]
+    assert (image[:, 0].tolist(), label) == ([[0, 255]] * 3, 1)
+    (note,) = dataset.notes("label")
+    assert "from 0 to 2047" in note and "data.max_value" in note
 
 
 @pytest.mark.parametrize(("overrides", "white"), [((), 7), (("data.max_value=2047",), 255)])
