@@ -9,10 +9,11 @@ asks the CUDA driver for devices in another fork, because no fork can use CUDA a
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,14 +23,13 @@ from typing import Any, NoReturn
 from timm_parallel.app import import_all
 from timm_parallel.config.compose import load_config
 from timm_parallel.launch import job, rank
-from timm_parallel.machine import hardware
+from timm_parallel.machine import hardware, signals
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.platform import STOP_SIGNALS
-from timm_parallel.machine.process import limit_job
+from timm_parallel.machine.process import kill_on_parent_exit
 
 # Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02
-FORK = multiprocessing.get_context("fork")
 
 
 def serve(descriptor: int) -> None:
@@ -45,6 +45,8 @@ def serve(descriptor: int) -> None:
     # Block the signals here and unblock them in each job. A signal to a new job then waits until
     # the job can handle it, where an ignored signal would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # A process that ignores SIGCHLD, as its parent did, cannot read exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     import_all()
     _check_is_forkable()
     connection: Connection[Any, Any] = Connection(descriptor)
@@ -59,7 +61,7 @@ def serve(descriptor: int) -> None:
                 return
             id = request.pop("id")
             if "signal" not in request:
-                running[id] = ForkedProcess(partial(run_job, os.getpid(), **request))
+                running[id] = ForkedProcess(partial(run_job, **request))
             elif id in running:
                 running[id].send_signal(request["signal"])
         for id, process in list(running.items()):
@@ -86,39 +88,68 @@ def _check_is_forkable() -> None:
 
 
 class ForkedProcess:
-    """Process that is forked from this one. It has the methods of `subprocess.Popen` that callers
-    need.
+    """Process that is forked from this one, and dies with it. It has the methods of
+    `subprocess.Popen` that callers need.
     """
 
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        """Start the process, which calls the function, and exits with 0 or as SystemExit says."""
-        self._process = FORK.Process(target=function, args=arguments)
-        self._process.start()
+    def __init__(self, function: Callable[..., int | None], *arguments: object) -> None:
+        """Start the process. Its exit code is what the function returns, where None means 0, or
+        what it passes to sys.exit.
+        """
+        self.returncode: int | None = None
+        parent, self._pid = os.getpid(), os.fork()
+        if self._pid == 0:
+            kill_on_parent_exit(parent)
+            _call_and_exit(partial(function, *arguments))
 
     def poll(self) -> int | None:
         """Return the exit code, or None if the process is still running."""
-        return self._process.exitcode
+        if self.returncode is None:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
     def wait(self) -> int:
-        self._process.join()
-        code = self.poll()
-        assert code is not None
-        return code
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            assert self._process.pid is not None
-            os.kill(self._process.pid, number)
+        # Do not ask for the exit code here, because a signal handler may interrupt `wait`.
+        if self.returncode is None:
+            os.kill(self._pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-def run_job(
-    server: int, folder: Path, environment: Mapping[str, str], cores: Sequence[int]
-) -> NoReturn:
-    """Set environment, CPU cores and log of a job in this forked process, run the launcher of the
-    job, and exit with its exit code.
+def _call_and_exit(function: Callable[[], int | None]) -> NoReturn:
+    """Call a function in a forked process, and exit with its code, or with 1 after an exception.
+
+    The process ends with os._exit, because the normal end of the interpreter would also free
+    objects of the parent process, such as its locks.
+    """
+    code = 1
+    try:
+        code = function() or 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        # They may wait for the server of a tracker that does not respond.
+        if not signals.exit_handlers_may_block:
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_job(folder: Path, environment: Mapping[str, str], cores: Sequence[int]) -> int:
+    """Set environment, CPU cores and log of a job in this forked process, and run the launcher of
+    the job. Return its exit code.
 
     The job and its rank keep the server's end of the connection open. If the server is killed, the
     sweep sees the connection close only after the job and the rank have died too. Neither can then
@@ -126,7 +157,8 @@ def run_job(
     """
     os.setsid()
     replace_environment(environment)
-    limit_job(server, cores)
+    if cores:
+        os.sched_setaffinity(0, cores)
     console = os.open(
         folder / "logs" / "console.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
     )
@@ -140,21 +172,17 @@ def run_job(
         # Prepare in another process, because this asks the CUDA driver for devices. After that, no
         # process that is forked from this one could use CUDA.
         if code := ForkedProcess(job.prepare, config, folder).wait():
-            sys.exit(code)
+            return code
         start = partial(ForkedProcess, _run_rank)
         config, ended = job.run_until_it_fits(config, folder, start_rank=start)
-        sys.exit(job.conclude(config, folder, ended))
+        return job.conclude(config, folder, ended)
 
 
-def _run_rank(command: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run a rank with the arguments and the environment of its command, and exit with its code."""
+def _run_rank(command: list[str], environment: Mapping[str, str]) -> int:
+    """Run a rank with the arguments and the environment of its command. Return its exit code."""
     sys.argv = command[command.index("-m") + 1 :]
     replace_environment(environment)
-    try:
-        sys.exit(rank.main(Path(command[-1])))
-    finally:
-        # A process of multiprocessing does not call the exit handlers.
-        atexit._run_exitfuncs()
+    return rank.main(Path(command[-1]))
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:

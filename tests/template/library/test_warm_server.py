@@ -239,7 +239,7 @@ def test_rank_is_forked_from_a_process_that_has_not_initialized_the_cuda_driver(
     monkeypatch.setattr(hardware, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
     environment = {**os.environ, "OF_THE_JOB": "yes"}
-    ForkedProcess(run_job, os.getpid(), folder, environment, []).wait()
+    ForkedProcess(run_job, folder, environment, []).wait()
     assert seen.read_text() == "yes False"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
 
@@ -254,7 +254,7 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
     monkeypatch.setattr(rank, "train", run)
     monkeypatch.setattr(rank, "write_failure", lambda folder, record: None)
     folder = frozen(tmp_path / "job")
-    assert ForkedProcess(run_job, os.getpid(), folder, os.environ.copy(), []).wait() == 1
+    assert ForkedProcess(run_job, folder, os.environ.copy(), []).wait() == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
 

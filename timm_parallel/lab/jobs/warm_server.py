@@ -21,7 +21,7 @@ from timm_parallel.app import code_files, current
 from timm_parallel.keys import Config
 from timm_parallel.launch.job import with_project_on_path
 from timm_parallel.machine.platform import STOP_SIGNALS
-from timm_parallel.machine.process import SAFE_PATH, limit_job
+from timm_parallel.machine.process import SAFE_PATH, kill_on_parent_exit
 
 # Prefixes of environment variables that libraries read when they are loaded. A forked job always
 # has the values of the server.
@@ -147,7 +147,7 @@ class WarmServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=partial(limit_job, os.getpid(), []),
+            preexec_fn=partial(kill_on_parent_exit, os.getpid()),
         )
         theirs.close()
         self._connection = ours
