@@ -25,7 +25,7 @@ from timm_parallel.launch import job, rank
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.platform import STOP_SIGNALS
-from timm_parallel.machine.process import limit_job
+from timm_parallel.machine.process import kill_on_parent_exit, limit_job
 
 # Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02
@@ -86,13 +86,13 @@ def _check_is_forkable() -> None:
 
 
 class ForkedProcess:
-    """Process that is forked from this one. It has the methods of `subprocess.Popen` that callers
-    need.
+    """Process that is forked from this one, and dies with it. It has the methods of
+    `subprocess.Popen` that callers need.
     """
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         """Start the process, which calls the function, and exits with 0 or as SystemExit says."""
-        self._process = FORK.Process(target=function, args=arguments)
+        self._process = FORK.Process(target=_run_forked, args=(os.getpid(), function, *arguments))
         self._process.start()
 
     def poll(self) -> int | None:
@@ -112,6 +112,11 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _run_forked(parent: int, function: Callable[..., object], *arguments: object) -> None:
+    kill_on_parent_exit(parent)
+    function(*arguments)
 
 
 def run_job(

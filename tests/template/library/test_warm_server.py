@@ -25,7 +25,7 @@ from timm_parallel.lab.jobs.folders import frozen_config, write_job_folder
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
-from timm_parallel.launch import rank
+from timm_parallel.launch import job, rank
 from timm_parallel.launch.fork_server import ForkedProcess, _check_is_forkable, run_job
 from timm_parallel.launch.job import with_project_on_path
 from timm_parallel.machine import hardware
@@ -257,6 +257,22 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
     assert ForkedProcess(run_job, os.getpid(), folder, os.environ.copy(), []).wait() == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
+
+
+@pytest.mark.slow(seconds=1)
+def test_process_that_prepares_a_forked_job_dies_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "prepare", lambda config, folder: time.sleep(60))
+    folder, others = frozen(tmp_path / "job"), set(psutil.Process().children(recursive=True))
+    launcher = ForkedProcess(run_job, os.getpid(), folder, os.environ.copy(), [])
+    until = time.monotonic() + 60
+    while len(started := set(psutil.Process().children(recursive=True)) - others) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait()
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 @pytest.mark.slow(seconds=4)
