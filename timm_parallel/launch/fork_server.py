@@ -92,7 +92,10 @@ class ForkedProcess:
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         """Start the process, which calls the function, and exits with 0 or as SystemExit says."""
-        self._process = FORK.Process(target=_run_forked, args=(os.getpid(), function, *arguments))
+        method = multiprocessing.get_start_method(allow_none=True)
+        self._process = FORK.Process(
+            target=_run_forked, args=(os.getpid(), method, function, *arguments)
+        )
         self._process.start()
 
     def poll(self) -> int | None:
@@ -114,8 +117,13 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_forked(parent: int, function: Callable[..., object], *arguments: object) -> None:
+def _run_forked(
+    parent: int, method: str | None, function: Callable[..., object], *arguments: object
+) -> None:
     kill_on_parent_exit(parent)
+    # Restore the start method of the parent, because multiprocessing has chosen fork for the
+    # processes of this one. Code of the project may set another.
+    multiprocessing.set_start_method(method, force=True)
     function(*arguments)
 
 

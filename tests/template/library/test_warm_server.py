@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -233,14 +234,21 @@ def test_rank_is_forked_from_a_process_that_has_not_initialized_the_cuda_driver(
         return ()
 
     def run(*given: Any) -> None:
-        seen.write_text(f"{os.environ['OF_THE_JOB']} {hardware.has_initialized_driver}")
+        method = multiprocessing.get_start_method(allow_none=True)
+        seen.write_text(f"{os.environ['OF_THE_JOB']} {hardware.has_initialized_driver} {method}")
 
     monkeypatch.setattr(rank, "train", run)
+    # A project may choose the start method of its own processes.
+    monkeypatch.setattr(
+        multiprocessing.context._default_context,  # type: ignore[attr-defined]
+        "_actual_context",
+        multiprocessing.get_context("spawn"),
+    )
     monkeypatch.setattr(hardware, "has_initialized_driver", False)
     monkeypatch.setattr(hardware, "visible_cuda_devices", ask_driver)
     environment = {**os.environ, "OF_THE_JOB": "yes"}
     ForkedProcess(run_job, os.getpid(), folder, environment, []).wait()
-    assert seen.read_text() == "yes False"
+    assert seen.read_text() == "yes False spawn"
     assert json.loads((folder / "environment.json").read_text())["devices"] == []
 
 
