@@ -26,6 +26,7 @@ from timm_parallel.machine import hardware
 from timm_parallel.machine.files import lock_folder
 from timm_parallel.machine.platform import STOP_SIGNALS
 from timm_parallel.machine.process import kill_on_parent_exit, limit_job
+from timm_parallel.machine.signals import exit_process
 
 # Seconds between two checks for jobs that have exited. The sweep checks equally often.
 POLL_SECONDS = 0.02
@@ -164,7 +165,7 @@ def _run_rank(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     sys.argv = command[command.index("-m") + 1 :]
     replace_environment(environment)
     try:
-        sys.exit(rank.main(Path(command[-1])))
+        exit_process(rank.main(Path(command[-1])))
     finally:
         # A process of multiprocessing does not call the exit handlers.
         atexit._run_exitfuncs()

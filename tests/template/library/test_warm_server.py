@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from timm_parallel.lab.sweep.sweep import freeze_jobs
 from timm_parallel.launch import job, rank
 from timm_parallel.launch.fork_server import ForkedProcess, _check_is_forkable, run_job
 from timm_parallel.launch.job import with_project_on_path
-from timm_parallel.machine import hardware
+from timm_parallel.machine import hardware, signals
 from timm_parallel.record.result import read_jobs, read_result
 from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.configs import parse
@@ -281,6 +282,23 @@ def test_process_that_prepares_a_forked_job_dies_with_the_launcher(
     launcher.send_signal(signal.SIGTERM)
     launcher.wait()
     assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+@pytest.mark.slow(seconds=1)
+def test_forked_rank_skips_the_exit_handlers_of_a_tracker_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a handler may wait for a server that does not respond."""
+    called = tmp_path / "called"
+
+    def run(*given: Any) -> None:
+        signals.exit_handlers_may_block = True
+        atexit.register(called.touch)
+
+    monkeypatch.setattr(rank, "train", run)
+    folder = frozen(tmp_path / "job")
+    ForkedProcess(run_job, os.getpid(), folder, os.environ.copy(), []).wait()
+    assert (folder / "logs" / "rank_0.log").exists() and not called.exists()
 
 
 @pytest.mark.slow(seconds=4)
