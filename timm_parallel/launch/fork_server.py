@@ -46,6 +46,8 @@ def serve(descriptor: int) -> None:
     # Block the signals here and unblock them in each job. A signal to a new job then waits until
     # the job can handle it, where an ignored signal would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # A process that ignores SIGCHLD, as its parent did, cannot read exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     import_all()
     _check_is_forkable()
     connection: Connection[Any, Any] = Connection(descriptor)

@@ -302,6 +302,24 @@ def test_forked_rank_skips_the_exit_handlers_of_a_tracker_that_has_failed(
 
 
 @pytest.mark.slow(seconds=4)
+@pytest.mark.nightly
+def test_warm_server_reads_exit_codes_of_jobs_when_its_sweep_ignores_the_signal_of_ended_children(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some supervisors start commands with SIGCHLD ignored. The kernel then keeps no exit codes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        job = start(server, frozen(tmp_path / "job", "+model.kwargs.no_such_option=1"))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    until = time.monotonic() + 60
+    while job.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert job.returncode == 2
+
+
+@pytest.mark.slow(seconds=4)
 def test_warm_server_prints_the_error_and_marks_its_job_lost_when_an_import_fails(
     tmp_path: Path,
     server: WarmServer,
