@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -149,10 +149,9 @@ def exit_at_once(code: int) -> NoReturn:
     # Delete the temporary folder of multiprocessing, in which loader workers have their sockets.
     # The module is not imported here, because any thread may call this function at any time.
     util = sys.modules.get("multiprocessing.util")
-    # Keep the folder in a process that multiprocessing has started, because the folder belongs to
-    # its parent.
-    if util is not None and sys.modules["multiprocessing"].parent_process() is None:
-        # Ignore an error, because get_temp_dir cannot create the folder on a full disk.
-        with suppress(OSError):
-            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+    # Keep a folder that a parent process has created. Only the process that creates it has the
+    # finalizer.
+    finalizers = [] if util is None else list(util._finalizer_registry.values())
+    if util is not None and any(each._callback is util._remove_temp_dir for each in finalizers):
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(code)

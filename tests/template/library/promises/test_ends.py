@@ -253,10 +253,9 @@ def loader_with_a_worker() -> TrainLoader:
 
 def _kill_worker_and_exit(temporary: Path) -> None:
     tempfile.tempdir = str(temporary)
-    # Make this process look like a rank of train.py, which multiprocessing has not started and
-    # which has no temporary folder of multiprocessing yet.
+    # Make this process look like a rank, which has no temporary folder of multiprocessing yet. A
+    # forked rank of a sweep is a process that multiprocessing has started.
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     next(loader_with_a_worker().epoch(0))
     assert list(temporary.glob("pymp-*"))
