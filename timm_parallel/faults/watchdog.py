@@ -171,8 +171,9 @@ class Heartbeats:
         if self.ranks.node > 0 and (self.gone or self.unanswered > NODE_SILENT):
             return nodes[0][0] if 0 in nodes else Heartbeat(0)
         # Do not count another node as silent while the key-value store responds late, because
-        # heartbeats of all nodes then arrive late.
-        if self.unanswered > NODE_SILENT / 3:
+        # heartbeats of all nodes then arrive late. Only the first rank of a node reads them all the
+        # time.
+        if self.unanswered > NODE_SILENT / 3 or not self.ranks.is_first_of_node:
             return None
         for heartbeat, tick in nodes.values():
             # Use the shorter limit once this rank has done a step. Every rank has then done a step,

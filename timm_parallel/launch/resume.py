@@ -12,6 +12,7 @@ considered. If none is unfinished, a new run starts.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from timm_parallel.keys import (
     ParallelConfig,
     ResolvedConfig,
     is_below,
+    is_out_of_time,
     leaves,
     strategy_options,
 )
@@ -39,7 +41,7 @@ from timm_parallel.machine.files import is_locked
 from timm_parallel.machine.secrets import mask
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.record.environment import CODE_DIFF
-from timm_parallel.record.result import check_format, read_status
+from timm_parallel.record.result import check_format, read_result, read_status
 
 # Config keys that a resumed run may not change. Strategy, devices and length of the training may
 # change.
@@ -170,11 +172,23 @@ def check_resumable(config: ResolvedConfig, folder: Path) -> None:
             "without resume, or set resume_strict=false"
         )
     changed = {key for key, _, _ in _changes(config, saved)}
-    if read_status(folder) == "done" and changed.isdisjoint(LIMITS):
+    if read_status(folder) == "done" and (changed.isdisjoint(LIMITS) or _has_ended(config, folder)):
         raise ValueError(
             f"resume={folder}: this run is done; to continue it, give a larger train.epochs, or "
             f"another value of {', '.join(LIMITS[1:])}"
         )
+
+
+def _has_ended(config: ResolvedConfig, folder: Path) -> bool:
+    """Return True if a finished run has reached a limit of the config. It would train no step, and
+    replace its measurements by none.
+    """
+    train, result = config.train, read_result(folder)
+    return (
+        result.epochs >= train.epochs
+        or result.steps >= (train.max_steps or math.inf)
+        or is_out_of_time(train, result.seconds.get("training", 0.0))
+    )
 
 
 def records_of(folder: Path) -> dict[Path, bytes]:

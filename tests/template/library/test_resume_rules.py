@@ -382,6 +382,12 @@ def test_resume_of_a_finished_run_is_refused_unless_a_limit_of_its_training_chan
         code, err = main(f"resume={folder}", override)
         assert code == 0 and main.ran[-1].resolve() == folder, err
 
+    seconds = {"training": 61.0}
+    write_result(run, Result("done", steps=90, epochs=9, seconds=seconds))
+    for reached, other in (("epochs=9", "max_steps=91"), ("max_steps=90", "epochs=99")):
+        assert main(f"resume={run}", f"train.{reached}", f"train.{other}")[0] == 2
+    assert main(f"resume={run}", "train.max_minutes=1", "train.epochs=99")[0] == 2
+
 
 @pytest.mark.slow(seconds=1)
 def test_resume_is_refused_when_a_file_of_the_run_is_missing_a_folder_or_of_newer_code(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -25,10 +26,10 @@ from timm_parallel.lab.jobs.folders import frozen_config, write_job_folder
 from timm_parallel.lab.jobs.warm_server import ForkedJob, WarmServer
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.sweep import freeze_jobs
-from timm_parallel.launch import rank
+from timm_parallel.launch import job, rank
 from timm_parallel.launch.fork_server import ForkedProcess, _check_is_forkable, run_job
 from timm_parallel.launch.job import with_project_on_path
-from timm_parallel.machine import hardware
+from timm_parallel.machine import hardware, signals
 from timm_parallel.record.result import read_jobs, read_result
 from timm_parallel.testing.commands import processes_of
 from timm_parallel.testing.configs import parse
@@ -257,6 +258,57 @@ def test_failure_of_a_forked_rank_reaches_its_launcher_even_when_the_rank_cannot
     assert ForkedProcess(run_job, folder, os.environ.copy(), []).wait() == 1
     failure = read_result(folder).failure
     assert failure is not None and failure["exception"] == "ValueError"
+
+
+@pytest.mark.slow(seconds=1)
+def test_process_that_prepares_a_forked_job_dies_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "prepare", lambda config, folder: time.sleep(60))
+    folder, others = frozen(tmp_path / "job"), set(psutil.Process().children(recursive=True))
+    launcher = ForkedProcess(run_job, folder, os.environ.copy(), [])
+    until = time.monotonic() + 60
+    while len(started := set(psutil.Process().children(recursive=True)) - others) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait()
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+@pytest.mark.slow(seconds=1)
+def test_forked_rank_skips_the_exit_handlers_of_a_tracker_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a handler may wait for a server that does not respond."""
+    called = tmp_path / "called"
+
+    def run(*given: Any) -> None:
+        signals.exit_handlers_may_block = True
+        atexit.register(called.touch)
+
+    monkeypatch.setattr(rank, "train", run)
+    folder = frozen(tmp_path / "job")
+    ForkedProcess(run_job, folder, os.environ.copy(), []).wait()
+    assert (folder / "logs" / "rank_0.log").exists() and not called.exists()
+
+
+@pytest.mark.slow(seconds=4)
+@pytest.mark.nightly
+def test_warm_server_reads_exit_codes_of_jobs_when_its_sweep_ignores_the_signal_of_ended_children(
+    tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some supervisors start commands with SIGCHLD ignored. The kernel then keeps no exit codes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        job = start(server, frozen(tmp_path / "job", "+model.kwargs.no_such_option=1"))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    until = time.monotonic() + 60
+    while job.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert job.returncode == 2
 
 
 @pytest.mark.slow(seconds=4)

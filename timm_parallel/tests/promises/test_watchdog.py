@@ -201,6 +201,26 @@ def test_node_1_but_not_node_0_reports_a_loss_when_the_torch_store_does_not_resp
     assert first.silent_node() is None, "the heartbeats of node 0 itself were delayed"
 
 
+def test_rank_that_looked_for_others_after_a_stop_signal_reports_no_lost_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the first rank of a node reads the heartbeats of others in every exchange. The other
+    ranks read them once more after a stop signal, and then save a checkpoint for many seconds.
+    """
+    monkeypatch.setattr(liveness, "steps_done", 1)
+    store = HashStore()
+    ranks = [
+        Heartbeats(Ranks(r, 4, r % 2, 2, node=r // 2, nodes=2), store, tmp_path) for r in range(4)
+    ]
+    for each in ranks:
+        exchange(each)
+    assert not ranks[3].peer_has_left()
+    for _ in range(NODE_SILENT + 2):
+        for each in ranks:
+            exchange(each)
+            assert each.silent_node() is None
+
+
 def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
