@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,6 @@ from timm_parallel.machine.imports import import_class
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.metric import Metric
 from timm_parallel.parallel.group import ProcessGroup
-
-if TYPE_CHECKING:
-    pass
-
 
 C = TypeVar("C", bound=ResolvedConfig)
 T = TypeVar("T", bound="Task[Any]")

@@ -59,7 +59,7 @@ def build_model(
             "model.kwargs",
             config.kwargs,
             receiver,
-            *(() if is_own_class(config.name) else errors),
+            *errors,
             fix=fix,
         ),
         download,

@@ -1,6 +1,6 @@
 """Every command on the pages, in examples/ and in the comments of conf/ is accepted: files, make
 targets, options and keys in it exist, the config of each training is resolved, and scripts run for
-a finished run. tests/test_options.py trains a step with every option of conf/.
+a finished run. project/test_options.py trains a step with every option of conf/.
 
 Other commands on the pages about extending the project need the code of these pages, see
 tests/template/test_examples.py.

@@ -1,4 +1,4 @@
-"""Public functions that read or start many runs: reports, verdicts, plans and checks of data and
+"""Public functions that read or start many runs: reports, verdicts and checks of data and
 machine. `__init__.pyi` lists their names.
 """
 

@@ -270,9 +270,6 @@ class Search(Runner):
         return 0 if has_value and self.jobs.status == "done" else 1
 
 
-# Optuna is slow to import, so that it is only imported for type checks here.
-
-
 # Seconds to wait for an SQLite database that another process has locked.
 LOCKED_SECONDS = 60.0
 
