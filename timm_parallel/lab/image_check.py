@@ -187,7 +187,7 @@ def summarize(
         return Report(measures, {}, problems, {})
     measures[f"images per class: {SPREAD}"] = {split: _spread(counts[split]) for split in splits}
     measures[ABSENT] = (counts == 0).sum().to_dict()
-    rarest_first = counts.loc[counts.min(axis=1).sort_values(kind="stable").index]
+    rarest_first = counts.loc[sorted(counts.index, key=lambda name: sorted(counts.loc[name]))]
     members, samples = labeled.groupby("labels").groups, {}
     for name in target_names:
         places = members.get(name, [])

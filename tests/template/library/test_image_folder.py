@@ -430,9 +430,10 @@ def test_check_data_counts_the_images_of_classes_but_not_of_regression_targets()
     assert ABSENT not in report.measures
     labels = [("train", "cat"), ("train", "dog"), ("val", "cat")]
     images = [checked_image(split, number, label) for number, (split, label) in enumerate(labels)]
-    report = summarize(["cat", "dog"], ["train", "val"], images)
+    report = summarize(["cat", "dog", "elk"], ["train", "val"], images)
     assert report.has_problems and not any(report.problems.values())
-    assert report.measures[ABSENT] == {"train": 0, "val": 1}
+    assert report.measures[ABSENT] == {"train": 1, "val": 2}
+    assert list(report.classes) == ["elk", "dog", "cat"], "expected the rarest class first"
 
 
 def test_check_data_reports_files_and_classes_with_names_that_are_not_utf_8(
