@@ -111,6 +111,7 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         ("optim.lr=tag(log,foo,interval(0.1,1))", " foo;"),
         ("optim.lr=interval(0.2,0.1)", "optim.lr=interval"),
         ("model=tiny,resnet18", "group"),
+        ("model=glob(*)", "group"),
         ("hydra.run.dir=a,b", "hydra.run.dir"),
         ("search.sampler=grid", "search.sampler=grid"),
         ("search.sampler=gird", "search.sampler=gird"),

@@ -136,7 +136,8 @@ def _dimension(override: Any) -> Dimension:
     sweep, written = override.value(), str(override.input_line)
     key, _, text = written.partition("=")
     allowed = TAGS if override.is_interval_sweep() else ()
-    if unknown := set(sweep.tags).difference(allowed):
+    # The options of `glob(*)` have no tags.
+    if unknown := set(getattr(sweep, "tags", ())).difference(allowed):
         raise ValueError(
             f"{written}: unknown tag {', '.join(sorted(unknown))}; expected tags of interval(a,b): "
             f"{', '.join(TAGS)}"
