@@ -164,9 +164,13 @@ def _distribution(override: Any, sweep: Any) -> BaseDistribution:
             else distributions.FloatDistribution
         )
         return of_range(numbers[0], numbers[-1], step=abs(sweep.step))
-    if "int" in sweep.tags or isinstance(sweep.start, int):
-        return distributions.IntDistribution(int(sweep.start), int(sweep.end), "log" in sweep.tags)
-    return distributions.FloatDistribution(sweep.start, sweep.end, "log" in sweep.tags)
+    is_integer = "int" in sweep.tags or isinstance(sweep.start, int)
+    low, high = (int(sweep.start), int(sweep.end)) if is_integer else (sweep.start, sweep.end)
+    if low == high:
+        raise ValueError(f"has the single value {low}; expected interval(a,b) with a < b")
+    if is_integer:
+        return distributions.IntDistribution(low, high, "log" in sweep.tags)
+    return distributions.FloatDistribution(low, high, "log" in sweep.tags)
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
