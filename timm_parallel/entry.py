@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,6 +90,10 @@ def run_command(app: App) -> int:
     except Stopped as stop:
         print(f"{script}: stopped by {stop}", file=sys.stderr)
         return 128 + stop.number
+    # Ctrl-C before the code of a rank installs its handlers, under torchrun or srun.
+    except KeyboardInterrupt:
+        print(f"{script}: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _lead(app: App, ranks: Ranks | None) -> int:

@@ -257,6 +257,21 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     assert errors[1] == (errors[0] if is_printed else "")
 
 
+def test_ctrl_c_before_a_rank_of_torchrun_handles_signals_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(arguments: list[str]) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(
+        "timm_parallel.entry.ranks_from_environment", lambda environment: Ranks(0, 2)
+    )
+    monkeypatch.setattr("timm_parallel.entry.parse_command_line", interrupt)
+    assert run_command(app) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
+
+
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     config = resolved(*TWO, "data=synthetic")
     if change == "num_classes":
