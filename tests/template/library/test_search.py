@@ -19,10 +19,12 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.exceptions import StorageInternalError
 
 from src.schema import Config
 from tests.template.runs import run_python
 from timm_parallel.keys import SearchConfig
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.search import search as module
 from timm_parallel.lab.search.search import Follower, Search
 from timm_parallel.lab.search.space import (
@@ -228,6 +230,21 @@ def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_
         assert "\n" not in str(refusal.value)
         assert read_jobs(tmp_path).status == "interrupted"
     other.close()
+
+
+@pytest.mark.slow(seconds=2)
+def test_search_whose_database_fails_at_its_first_trial_can_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: Runner) -> int:
+        raise StorageInternalError("locked")
+
+    monkeypatch.setattr(Runner, "run", fail)
+    folder = tmp_path / "search"
+    words = ["-m", "search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
+    with pytest.raises(ValueError, match=rf"sweep\.resume={folder}"):
+        multirun(hydra_parser().parse_args(words))
+    assert read_jobs(folder).status == "interrupted"
 
 
 def study(folder: Path) -> Any:

@@ -51,6 +51,7 @@ from timm_parallel.record.result import (
     read_result,
 )
 
+# Optuna is slow to import, so that it is only imported for type checks here.
 if TYPE_CHECKING:
     import optuna
 
@@ -80,12 +81,18 @@ def start_search(command: Command, base: Point) -> int:
     )
     try:
         search = Search(new_jobs(folder), settings.n_trials, max_jobs, is_new=True)
+    except ValueError:
+        shutil.rmtree(folder)
+        raise
+    try:
         return search.run()
     except ValueError:
-        # Remove a search without a trial: its study could not be created, or Slurm rejected its
-        # first trial and would reject all others too.
-        is_local = config.cluster.scheduler == "local"
-        if not any(folder.glob("*/config.yaml" if is_local else f"*/{JOB_ID}")):
+        # If Slurm rejected the first trial, it would reject all others too. Remove the folder and
+        # the study, so that the name of the study can be used again.
+        if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
+            import optuna
+
+            optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
             shutil.rmtree(folder)
         raise
 
@@ -268,9 +275,6 @@ class Search(Runner):
         if self.stopped_by is not None:
             return self._say_stopped(self.stopped_by)
         return 0 if has_value and self.jobs.status == "done" else 1
-
-
-# Optuna is slow to import, so that it is only imported for type checks here.
 
 
 # Seconds to wait for an SQLite database that another process has locked.
