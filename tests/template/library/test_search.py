@@ -20,6 +20,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
 
 from src.schema import Config
 from tests.template.runs import run_python
@@ -245,6 +246,25 @@ def test_search_whose_database_fails_at_its_first_trial_can_be_continued(
     with pytest.raises(ValueError, match=rf"sweep\.resume={folder}"):
         multirun(hydra_parser().parse_args(words))
     assert read_jobs(folder).status == "interrupted"
+
+
+@pytest.mark.slow(seconds=2)
+def test_trial_that_the_study_lists_as_failed_does_not_run_again_when_a_search_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """The search was killed before it wrote jobs.json, and the trial wrote no result."""
+    command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL]))
+    space = read_space(command)
+    names = {"seed": 0, "direction": "maximize", "study_name": "x"}
+    freeze_search(tmp_path, points[0].tree, space, **names)
+    config = read_search(tmp_path)[0]
+    opened = module.open_study(tmp_path, config, is_new=True)
+    opened.tell(module.ask(opened, config.search, space, 0, 1), state=TrialState.FAIL)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "config.yaml").touch()
+    jobs = Jobs(tmp_path, "", [Job(0, "trial 0", "0", ["optim.lr=0.1"], status="running")])
+    assert Search(jobs, 1, 1, is_new=False).waiting() == []
+    assert read_jobs(tmp_path).jobs[0].status == "failed"
 
 
 def study(folder: Path) -> Any:

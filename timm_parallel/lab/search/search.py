@@ -49,6 +49,7 @@ from timm_parallel.record.result import (
     read_jobs,
     read_metrics,
     read_result,
+    read_status,
 )
 
 # Optuna is slow to import, so that it is only imported for type checks here.
@@ -125,6 +126,8 @@ class Search(Runner):
         """Open Optuna's study and list the trials that still have to run. `max_jobs`: largest
         number of concurrent trials, or None if only the devices limit it.
         """
+        from optuna.trial import TrialState
+
         self.config, self.base, self.space = read_search(jobs.folder)
         super().__init__(
             jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None
@@ -138,11 +141,19 @@ class Search(Runner):
         for number in range(len(jobs.jobs), n_trials):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
+        trials = self.study.get_trials(deepcopy=False)
+        ended = {trial.number: trial.state for trial in trials if trial.state.is_finished()}
         for job in self._to_come:
+            folder = jobs.folder / job.folder
             # For trials on Slurm, the runner asks Slurm's queue instead, which knows more than the
             # run folder.
             if job.status == "running" and self.slurm is None:
-                sync_from_result(job, jobs.folder / job.folder)
+                sync_from_result(job, folder)
+            # The study takes no more values of a trial that it lists as ended. If such a trial has
+            # no result, the search was killed before it wrote jobs.json.
+            if job.status == "running" and job.id in ended and read_status(folder) is None:
+                job.status = "pruned" if ended[job.id] is TrialState.PRUNED else "failed"
+                job.reason = "ended without a result"
             if job.status in UNFINISHED:
                 job.reset()
         # The trial whose values are chosen and that has not started yet.
