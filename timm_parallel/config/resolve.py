@@ -55,8 +55,8 @@ def resolve(
     parallel = config.parallel
     local = int(parallel.devices)
     if world_size is not None and parallel.has_ranks:
-        # Count one device per process if srun shows each process only its own GPU. launch/nodes.py
-        # later counts the GPUs of the whole node.
+        # Count one device per process if srun shows each process only its own GPU.
+        # launch/rendezvous.py later counts the GPUs of the whole node.
         local = 1 if cuda == 1 else local_world_size or local
     if not elsewhere:
         refuse(_missing_here(config, cuda, local))
@@ -235,11 +235,6 @@ def _missing_here(config: Config, cuda: int, local: int) -> Iterator[str]:
                 "parallel=single, or parallel.accelerator=cpu"
             )
     yield from config.model.problems(config)
-    if config.train.precision == "tf32":
-        yield (
-            f"train.precision=tf32: requires CUDA, but this run is on {parallel.accelerator}; "
-            "use fp32 or bf16"
-        )
 
 
 def _unfit_sizes(config: ResolvedConfig) -> Iterator[str]:
