@@ -127,7 +127,7 @@ def _data(args: TimmArguments) -> Settings:
         )
     settings["data.interpolation"] = args.interpolation or None
     kind = args.dataset.partition("/")[0]
-    if kind in ("tfds", "hfids"):
+    if kind in ("tfds", "hfids", "wds"):
         args.note_missing(f"dataset={args.dataset}", "a stream; use hfds/… or a folder")
     elif kind not in ("torch", "hfds"):
         if args.train_split != "train" or args.val_split not in ("validation", "val"):

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,7 +62,7 @@ def run_command(app: App) -> int:
     """Train, sweep or print help, as the command line says. Return the exit code of train.py: 0
     done, 1 failed, 2 rejected command or config, 128 + N stopped by signal N.
     """
-    script, ranks = Path(sys.argv[0]).name, None
+    script = Path(sys.argv[0]).name
     try:
         ranks = ranks_from_environment(os.environ)
         if ranks is not None and not ranks.is_first:
@@ -69,13 +70,15 @@ def run_command(app: App) -> int:
         # Under torchrun, leave the signal handlers to the code of the rank. Otherwise let a stop
         # signal raise Stopped. A sweep that has not written its jobs yet then removes its folder.
         with contextlib.nullcontext() if ranks else signal_handlers(StopHandler()):
-            return _lead(app, ranks)
+            try:
+                return _lead(app, ranks)
+            except ValueError as error:
+                # The other ranks wait for a config.
+                if ranks is not None:
+                    refuse_followers(ranks, mask(str(error)))
+                raise
     except ValueError as error:
-        message = mask(str(error))
-        # The other ranks wait for a config.
-        if ranks is not None and ranks.is_first:
-            refuse_followers(ranks, message)
-        print(f"{script}: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{script}: {' '.join(mask(str(error)).split())}", file=sys.stderr)
         return 2
     # Handle a file error outside of a run, such as a full disk or a deleted sweep folder. A run
     # reports its own errors.
@@ -89,6 +92,10 @@ def run_command(app: App) -> int:
     except Stopped as stop:
         print(f"{script}: stopped by {stop}", file=sys.stderr)
         return 128 + stop.number
+    # Ctrl-C before the code of a rank installs its handlers, under torchrun or srun.
+    except KeyboardInterrupt:
+        print(f"{script}: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _lead(app: App, ranks: Ranks | None) -> int:

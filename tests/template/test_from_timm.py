@@ -116,6 +116,13 @@ def test_timm_argument_without_equivalent_config_key_is_reported_when_given(name
     assert any(f" {name}=7;" in line for line in TimmArguments({name: 7}).differences)
 
 
+@pytest.mark.parametrize("dataset", ["tfds/mnist", "hfids/mnist", "wds/mnist"])
+def test_timm_dataset_that_is_a_stream_is_reported(dataset: str) -> None:
+    arguments = TimmArguments({"dataset": dataset})
+    assert "data.name" not in convert(arguments)
+    assert any(f" dataset={dataset};" in line for line in arguments.differences)
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {},
     "cosine_prefix": {"warmup_prefix": True, "cooldown_epochs": 2},

@@ -155,6 +155,8 @@ def check_images(
     return replace(report, notes=dataset.notes(target))
 
 
+# pandas stores texts with pyarrow, if it is installed, which takes no name that is not UTF-8.
+@pd.option_context("mode.string_storage", "python")
 def summarize(
     target_names: list[str],
     splits: list[str],
@@ -185,7 +187,7 @@ def summarize(
         return Report(measures, {}, problems, {})
     measures[f"images per class: {SPREAD}"] = {split: _spread(counts[split]) for split in splits}
     measures[ABSENT] = (counts == 0).sum().to_dict()
-    rarest_first = counts.loc[counts.min(axis=1).sort_values(kind="stable").index]
+    rarest_first = counts.loc[sorted(counts.index, key=lambda name: sorted(counts.loc[name]))]
     members, samples = labeled.groupby("labels").groups, {}
     for name in target_names:
         places = members.get(name, [])
@@ -236,6 +238,7 @@ def describe(image: CheckedImage) -> str:
     return f"{image.split}: {image.error or image.file} ({', '.join(image.labels)})"
 
 
+@pd.option_context("mode.string_storage", "python")
 def show_check(report: Report) -> None:
     """Print the report on the images of a dataset as text."""
     lines = [f"note: {note}" for note in report.notes]

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from timm_parallel.data.build import check_data
 from timm_parallel.data.decode import Files
 from timm_parallel.data.file_list import split_of
 from timm_parallel.data.folder import FolderDataset, class_folders
-from timm_parallel.lab.image_check import CheckedImage, summarize
+from timm_parallel.lab.image_check import CheckedImage, show_check, summarize
 from timm_parallel.testing.commands import Refuse
 
 
@@ -429,6 +430,20 @@ def test_check_data_counts_the_images_of_classes_but_not_of_regression_targets()
     assert ABSENT not in report.measures
     labels = [("train", "cat"), ("train", "dog"), ("val", "cat")]
     images = [checked_image(split, number, label) for number, (split, label) in enumerate(labels)]
-    report = summarize(["cat", "dog"], ["train", "val"], images)
+    report = summarize(["cat", "dog", "elk"], ["train", "val"], images)
     assert report.has_problems and not any(report.problems.values())
-    assert report.measures[ABSENT] == {"train": 0, "val": 1}
+    assert report.measures[ABSENT] == {"train": 1, "val": 2}
+    assert list(report.classes) == ["elk", "dog", "cat"], "expected the rarest class first"
+
+
+def test_check_data_reports_files_and_classes_with_names_that_are_not_utf_8(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # pandas stores texts with pyarrow, if it is installed, which refuses such names.
+    name = os.fsdecode(b"\xff")
+    images = [checked_image("train", 0, name), replace(checked_image("val", 1, name), file=name)]
+    groups = dict.fromkeys(("0", name), name)
+    report = summarize([name], ["train", "val"], images, groups)
+    assert report.problems["groups in two splits"] == [images]
+    show_check(report)
+    assert capsys.readouterr().out.count(r"\udcff") == 4

@@ -257,6 +257,38 @@ def test_config_error_of_a_torchrun_job_is_printed_once_on_each_node(
     assert errors[1] == (errors[0] if is_printed else "")
 
 
+def test_config_error_is_printed_in_one_line_when_rank_0_cannot_reach_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_store(ranks: Ranks) -> Store:
+        raise ValueError("node0:29500: node 0 cannot listen on this address")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "modle=tiny"])
+    monkeypatch.setattr(torchrun, "open_store", open_store)
+    monkeypatch.setattr(
+        "timm_parallel.entry.ranks_from_environment", lambda environment: Ranks(0, 2)
+    )
+    assert run_command(app) == 2
+    assert capsys.readouterr().err == (
+        "train.py: node0:29500: node 0 cannot listen on this address\n"
+    )
+
+
+def test_ctrl_c_before_a_rank_of_torchrun_handles_signals_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(arguments: list[str]) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(
+        "timm_parallel.entry.ranks_from_environment", lambda environment: Ranks(0, 2)
+    )
+    monkeypatch.setattr("timm_parallel.entry.parse_command_line", interrupt)
+    assert run_command(app) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
+
+
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
     config = resolved(*TWO, "data=synthetic")
     if change == "num_classes":

@@ -19,10 +19,13 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
 
 from src.schema import Config
 from tests.template.runs import run_python
 from timm_parallel.keys import SearchConfig
+from timm_parallel.lab.multirun import main as multirun
 from timm_parallel.lab.search import search as module
 from timm_parallel.lab.search.search import Follower, Search
 from timm_parallel.lab.search.space import (
@@ -110,7 +113,9 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         ("train.epochs=interval(1,3)", r"int\(interval"),
         ("optim.lr=tag(log,foo,interval(0.1,1))", " foo;"),
         ("optim.lr=interval(0.2,0.1)", "optim.lr=interval"),
+        ("optim.weight_decay=int(interval(0.1,0.9))", "single value 0"),
         ("model=tiny,resnet18", "group"),
+        ("model=glob(*)", "group"),
         ("hydra.run.dir=a,b", "hydra.run.dir"),
         ("search.sampler=grid", "search.sampler=grid"),
         ("search.sampler=gird", "search.sampler=gird"),
@@ -226,6 +231,40 @@ def test_search_waits_for_a_locked_database_and_then_ends_with_the_command_that_
         assert "\n" not in str(refusal.value)
         assert read_jobs(tmp_path).status == "interrupted"
     other.close()
+
+
+@pytest.mark.slow(seconds=2)
+def test_search_whose_database_fails_at_its_first_trial_can_be_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: Runner) -> int:
+        raise StorageInternalError("locked")
+
+    monkeypatch.setattr(Runner, "run", fail)
+    folder = tmp_path / "search"
+    words = ["-m", "search=optuna", *SMALL, f"hydra.sweep.dir={folder}"]
+    with pytest.raises(ValueError, match=rf"sweep\.resume={folder}"):
+        multirun(hydra_parser().parse_args(words))
+    assert read_jobs(folder).status == "interrupted"
+
+
+@pytest.mark.slow(seconds=2)
+def test_trial_that_the_study_lists_as_failed_does_not_run_again_when_a_search_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """The search was killed before it wrote jobs.json, and the trial wrote no result."""
+    command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL]))
+    space = read_space(command)
+    names = {"seed": 0, "direction": "maximize", "study_name": "x"}
+    freeze_search(tmp_path, points[0].tree, space, **names)
+    config = read_search(tmp_path)[0]
+    opened = module.open_study(tmp_path, config, is_new=True)
+    opened.tell(module.ask(opened, config.search, space, 0, 1), state=TrialState.FAIL)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "config.yaml").touch()
+    jobs = Jobs(tmp_path, "", [Job(0, "trial 0", "0", ["optim.lr=0.1"], status="running")])
+    assert Search(jobs, 1, 1, is_new=False).waiting() == []
+    assert read_jobs(tmp_path).jobs[0].status == "failed"
 
 
 def study(folder: Path) -> Any:

@@ -163,18 +163,21 @@ def test_search_submits_every_trial_as_a_slurm_job(
     )
 
 
-@pytest.mark.slow(seconds=1)
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     ("words", "named"),
     [(("cluster.cpus=range(1,4)",), "cluster.cpus=range"), ((), "no such partition")],
 )
-def test_refused_search_on_slurm_leaves_no_folder(
+def test_refused_search_on_slurm_leaves_no_folder_and_no_study(
     words: tuple[str, ...], named: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     slurm.at_once = "refused"
-    with pytest.raises(ValueError, match=named):
-        search(tmp_path / "search", *words)
-    assert not (tmp_path / "search").exists()
+    study = (f"search.storage=sqlite:///{tmp_path}/study.db", "search.study_name=mine")
+    # The second search finds no study of its name.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=named):
+            search(tmp_path / "search", *study, *words)
+        assert not (tmp_path / "search").exists()
 
 
 SMALL = (

@@ -103,6 +103,18 @@ def test_predict_states_which_files_are_no_images(
     assert "\x1b" not in err
 
 
+def test_predict_py_replaces_its_table_when_an_image_is_a_broken_link(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "image.png")
+    (tmp_path / "link.png").symlink_to("nowhere.png")
+    table = tmp_path / "table.csv"
+    table.touch()
+    words = [f"run={finished_run.folder}", f"images={tmp_path}", f"output={table}", "workers=0"]
+    assert predict_script.main(words) == 0
+    assert len(table.read_text().splitlines()) == 3
+
+
 @pytest.mark.processes
 def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     finished_run: Finished,

@@ -49,8 +49,10 @@ from timm_parallel.record.result import (
     read_jobs,
     read_metrics,
     read_result,
+    read_status,
 )
 
+# Optuna is slow to import, so that it is only imported for type checks here.
 if TYPE_CHECKING:
     import optuna
 
@@ -80,12 +82,18 @@ def start_search(command: Command, base: Point) -> int:
     )
     try:
         search = Search(new_jobs(folder), settings.n_trials, max_jobs, is_new=True)
+    except ValueError:
+        shutil.rmtree(folder)
+        raise
+    try:
         return search.run()
     except ValueError:
-        # Remove a search without a trial: its study could not be created, or Slurm rejected its
-        # first trial and would reject all others too.
-        is_local = config.cluster.scheduler == "local"
-        if not any(folder.glob("*/config.yaml" if is_local else f"*/{JOB_ID}")):
+        # If Slurm rejected the first trial, it would reject all others too. Remove the folder and
+        # the study, so that the name of the study can be used again.
+        if search.slurm is not None and not any(folder.glob(f"*/{JOB_ID}")):
+            import optuna
+
+            optuna.delete_study(study_name=search.study.study_name, storage=search.study._storage)
             shutil.rmtree(folder)
         raise
 
@@ -118,6 +126,8 @@ class Search(Runner):
         """Open Optuna's study and list the trials that still have to run. `max_jobs`: largest
         number of concurrent trials, or None if only the devices limit it.
         """
+        from optuna.trial import TrialState
+
         self.config, self.base, self.space = read_search(jobs.folder)
         super().__init__(
             jobs, max_jobs, SlurmQueue() if self.config.cluster.scheduler == "slurm" else None
@@ -131,11 +141,19 @@ class Search(Runner):
         for number in range(len(jobs.jobs), n_trials):
             jobs.jobs.append(Job(number, f"trial {number}", str(number), []))
         self._to_come = [job for job in jobs.jobs if job.status in UNFINISHED]
+        trials = self.study.get_trials(deepcopy=False)
+        ended = {trial.number: trial.state for trial in trials if trial.state.is_finished()}
         for job in self._to_come:
+            folder = jobs.folder / job.folder
             # For trials on Slurm, the runner asks Slurm's queue instead, which knows more than the
             # run folder.
             if job.status == "running" and self.slurm is None:
-                sync_from_result(job, jobs.folder / job.folder)
+                sync_from_result(job, folder)
+            # The study takes no more values of a trial that it lists as ended. If such a trial has
+            # no result, the search was killed before it wrote jobs.json.
+            if job.status == "running" and job.id in ended and read_status(folder) is None:
+                job.status = "pruned" if ended[job.id] is TrialState.PRUNED else "failed"
+                job.reason = "ended without a result"
             if job.status in UNFINISHED:
                 job.reset()
         # The trial whose values are chosen and that has not started yet.

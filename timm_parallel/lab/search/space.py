@@ -136,7 +136,8 @@ def _dimension(override: Any) -> Dimension:
     sweep, written = override.value(), str(override.input_line)
     key, _, text = written.partition("=")
     allowed = TAGS if override.is_interval_sweep() else ()
-    if unknown := set(sweep.tags).difference(allowed):
+    # The options of `glob(*)` have no tags.
+    if unknown := set(getattr(sweep, "tags", ())).difference(allowed):
         raise ValueError(
             f"{written}: unknown tag {', '.join(sorted(unknown))}; expected tags of interval(a,b): "
             f"{', '.join(TAGS)}"
@@ -163,9 +164,13 @@ def _distribution(override: Any, sweep: Any) -> BaseDistribution:
             else distributions.FloatDistribution
         )
         return of_range(numbers[0], numbers[-1], step=abs(sweep.step))
-    if "int" in sweep.tags or isinstance(sweep.start, int):
-        return distributions.IntDistribution(int(sweep.start), int(sweep.end), "log" in sweep.tags)
-    return distributions.FloatDistribution(sweep.start, sweep.end, "log" in sweep.tags)
+    is_integer = "int" in sweep.tags or isinstance(sweep.start, int)
+    low, high = (int(sweep.start), int(sweep.end)) if is_integer else (sweep.start, sweep.end)
+    if low == high:
+        raise ValueError(f"has the single value {low}; expected interval(a,b) with a < b")
+    if is_integer:
+        return distributions.IntDistribution(low, high, "log" in sweep.tags)
+    return distributions.FloatDistribution(low, high, "log" in sweep.tags)
 
 
 def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> list[Config]:
