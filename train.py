@@ -1,7 +1,8 @@
 """Train a timm model: `python train.py [key=value …]`, or start the same command with torchrun.
 `python train.py --help` explains more.
 
-src/app.py connects this project to the library. src/train/run.py contains the training run.
+src/app.py connects this project to the library. src/train/build.py builds a run, and
+src/train/run.py contains its loop.
 """
 
 from src.app import app

@@ -654,6 +654,7 @@ class TrainConfig(timm_parallel.TrainConfig):
     )
 
     def problems(self, whole: Config) -> Iterator[str]:
+        yield from super().problems(whole)
         if self.early_stop is not None and not (self.evaluate_every or self.evaluate_every_steps):
             yield (
                 f"train.early_stop={self.early_stop}: needs evaluations; set "

@@ -52,6 +52,8 @@ TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "mlflow": "Mlflow"}
 # Keys whose value is a path. A run saves it as an absolute path, because later commands may start
 # in another folder.
 PATHS = ("data.root", "model.weights")
+# Number of first steps that are not timed.
+WARM_UP_STEPS = 10
 Bound = float | None
 
 
@@ -570,6 +572,29 @@ class TrainConfig:
     profile_steps: int | None = key(
         None, ge=1, help="Record so many steps with torch.profiler; see debug=profile."
     )
+
+    @property
+    def untimed_steps(self) -> int | None:
+        """Number of first steps that are not timed if train.profile_steps is set: the warm-up, one
+        that starts the profiler, and the profiled ones.
+        """
+        return None if self.profile_steps is None else WARM_UP_STEPS + 1 + self.profile_steps
+
+    def problems(self, whole: Any) -> Iterator[str]:
+        """Yield an error message for each key of the training loop that does not fit the others."""
+        if self.max_steps is not None:
+            yield from self.profile_problems(self.max_steps)
+
+    def profile_problems(self, steps: int) -> Iterator[str]:
+        """Yield an error message if a run of so many steps has none left to time after the profiled
+        ones.
+        """
+        if self.untimed_steps is not None and steps <= self.untimed_steps:
+            yield (
+                f"train.profile_steps={self.profile_steps}: expected a run of "
+                f"{self.untimed_steps + 1} steps or more (warm-up, recorded and timed ones), got "
+                f"{steps}; raise train.max_steps or train.epochs"
+            )
 
 
 def is_out_of_time(train: TrainConfig, seconds: float) -> bool:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from timm_parallel.app import find_app
 from timm_parallel.cluster.kubernetes import address_of_pod
@@ -33,9 +34,15 @@ from timm_parallel.machine.files import is_locked, lock_folder, owner_of, write_
 from timm_parallel.machine.ranks import NodeAddress, host_name
 from timm_parallel.machine.signals import Stopped, signal_handlers, stop_handler
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 # Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
 # up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
+# Seconds for the launcher of another node to report a rank that was killed. It does so when all
+# ranks of its node have exited, of which the first waits as long as the first rank of node 0.
+REPORT_SECONDS = 4.0
 
 
 # Install the signal handler before the ranks start, because SIGUSR1 would otherwise end this
@@ -143,9 +150,13 @@ def run_node_zero(config: ResolvedConfig, folder: Path, address: NodeAddress) ->
     except Stopped as stop:
         ended = failure.RankExits(signal=stop.number)
     if rendezvous is not None and ended.exit_codes and ended.signal is None:
-        # The ranks of this node have waited for the cause of a lost connection.
-        ended.records = published_failures(
-            ranks_store(rendezvous.store, 0), config.parallel.devices
+        own = set(ended.exit_codes.values()) - set(failure.ENDED_BY_AGENT)
+        was_killed = any(code < 0 for code in own)
+        ended.records = _wait_for_cause(
+            ranks_store(rendezvous.store, 0),
+            folder,
+            config.parallel.devices,
+            0.0 if was_killed else REPORT_SECONDS,
         )
     code = conclude(config, folder, ended)
     has_progress = _checkpoints(folder) != checkpoints_before
@@ -205,6 +216,21 @@ def _meet(address: NodeAddress, seconds: float) -> Rendezvous:
     rendezvous = Rendezvous(address, seconds)
     publish_inventory(rendezvous.store, address.node, address.node, arguments=[])
     return rendezvous
+
+
+def _wait_for_cause(
+    store: Store, folder: Path, world_size: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Wait up to `seconds` until a rank, or the launcher of a killed one, has published a failure
+    other than a lost connection. Return all failure records that were published.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        records = published_failures(store, world_size)
+        is_known = failure.cause_is_known(folder) or not all(each["is_echo"] for each in records)
+        if is_known or time.monotonic() > deadline:
+            return records
+        time.sleep(POLL_SECONDS / 4)
 
 
 def _checkpoints(folder: Path) -> set[str]:

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
-# Type of the function that trains one rank. The caller passes the function, because the library
-# does not import the project.
+# Type of the function that trains one rank.
 RankMain = Callable[[ResolvedConfig, Path, Ranks, "Store | None"], None]
 # Seconds after a stop signal until a rank exits that is stuck in a collective, because the other
 # ranks have exited.

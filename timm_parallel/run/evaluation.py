@@ -39,12 +39,11 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate networks on the whole split of a loader, over all ranks.
 
-    All ranks must call this function, and the buffers of their networks must be equal. `metrics`:
-    the metrics to compute; None: those of the task. `batches`: iterator over the batches of the
-    loader, for example with a progress bar. `should_stop`: function that returns True to stop
-    early; if it does so on any rank, all ranks get None. `keep_rows`: also keep the rows of each
-    sample. `keep`: function of the outputs and their batch that returns further tensors [B, …] of
-    the samples to keep, as `Task.rows` does.
+    All ranks must call this function, and the buffers of their networks must be equal. `batches`:
+    iterator over the batches of the loader, for example with a progress bar. `should_stop`:
+    function that returns True to stop early; if it does so on any rank, all ranks get None.
+    `keep_rows`: also keep the rows of each sample. `keep`: function of the outputs and their batch
+    that returns further tensors [B, …] of the samples to keep, as `Task.rows` does.
     """
     networks.eval()
     device = loader.prefetcher.device

@@ -21,7 +21,7 @@ from torch.profiler import profile, record_function, schedule
 
 from timm_parallel.faults.liveness import BACKWARD, EVALUATING, FORWARD, READING, liveness
 from timm_parallel.faults.stop import StopCoordinator
-from timm_parallel.keys import ResolvedConfig
+from timm_parallel.keys import WARM_UP_STEPS, ResolvedConfig
 from timm_parallel.machine.process import describe_start
 from timm_parallel.parallel.strategy import Communication, Strategy
 from timm_parallel.run.telemetry import Energy, Usage
@@ -31,9 +31,6 @@ from timm_parallel.run.telemetry import Energy, Usage
 # window is a series of intervals. An interval ends when the device is known to be idle. On a CPU,
 # this is after every step. On a GPU, it is after each step that logs, saves or evaluates (sync
 # step).
-
-
-WARM_UP_STEPS = 10
 
 
 class Meter:
@@ -238,16 +235,9 @@ def build_hooks(
 
     `total_steps`: steps of the run. Raises ValueError if no step is left to time after the profile.
     """
-    recorded, untimed = config.train.profile_steps, None
-    if recorded is not None:
-        # Steps of warm-up, one that starts the profiler, and the profiled ones.
-        untimed = WARM_UP_STEPS + 1 + recorded
-        if total_steps <= untimed:
-            raise ValueError(
-                f"train.profile_steps={recorded}: expected a run of {untimed + 1} steps or more "
-                f"(warm-up, recorded and timed ones), got {total_steps}; raise train.max_steps or "
-                "train.epochs"
-            )
+    recorded, untimed = config.train.profile_steps, config.train.untimed_steps
+    for problem in config.train.profile_problems(total_steps):
+        raise ValueError(problem)
 
     def start_measuring() -> None:
         for each in communication:

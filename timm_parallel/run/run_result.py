@@ -1,6 +1,5 @@
 """Build result.json from the settings, the metrics, the segments of the run (its start and each
-resume), and the measurements of timed steps on all ranks. Read the records of a run from its
-folder.
+resume), and the measurements of timed steps on all ranks.
 """
 
 from __future__ import annotations

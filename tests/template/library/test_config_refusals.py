@@ -145,6 +145,7 @@ ACROSS_GROUPS = [
     ("parallel=ddp parallel.backend=nccl", "parallel.backend=nccl", "gloo"),
     ("parallel.accelerator=cuda", "parallel.accelerator=cuda", "no CUDA device"),
     ("train.evaluate_every=0 train.early_stop=3", "train.early_stop=3", "train.evaluate_every"),
+    ("train.max_steps=21 train.profile_steps=10", "train.profile_steps=10", "train.max_steps"),
     ("optim.warmup_epochs=8 train.epochs=8", "optim.warmup_epochs=8", "train.epochs=8"),
     ("optim.sched=multistep", "optim.sched=multistep", "optim.decay_milestones"),
     ("data.augment.ratio=[1,2]", "data.augment.ratio", "data.augment.scale"),

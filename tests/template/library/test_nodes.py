@@ -23,6 +23,7 @@ from src.app import app
 from tests.template.runs import parts_of, resolved, run_warm, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
+from timm_parallel.faults.failure import failure_of_exit_code, publish_failure, record_of
 from timm_parallel.launch import job, node, rendezvous, torchrun
 from timm_parallel.launch.job import RankExits
 from timm_parallel.launch.rendezvous import (
@@ -439,6 +440,27 @@ def test_restarted_slurm_job_fails_at_the_time_limit_when_no_new_checkpoint_was_
     result = read_result(tmp_path)
     assert result.status == ("failed" if code == 1 else "interrupted")
     assert ("cluster.time" in result.reason) == (code == 1)
+
+
+@pytest.mark.processes
+def test_node_0_waits_for_the_launcher_of_another_node_to_report_a_killed_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    killed = failure_of_exit_code(tmp_path, 1, -signal.SIGKILL, 0)
+
+    def run_ranks(*given: Any, **start: Any) -> RankExits:
+        publish_failure(store, record_of(0, tmp_path, "lost its connection", is_echo=True))
+        threading.Timer(0.2, publish_failure, (store, killed)).start()
+        return RankExits(exit_codes={0: 1})
+
+    monkeypatch.setattr(job, "run_ranks", run_ranks)
+    monkeypatch.setattr(node, "_meet", lambda *given: SimpleNamespace(store=None))
+    monkeypatch.setattr(node, "ranks_store", lambda *given: store)
+    for name in ("collect_inventories", "check_nodes", "share_config"):
+        monkeypatch.setattr(node, name, lambda *given: None)
+    assert node.run_node_zero(resolved(*TWO), tmp_path, NodeAddress(0, 2)) == 1
+    assert read_result(tmp_path).reason == killed["reason"]
 
 
 @pytest.mark.parametrize(

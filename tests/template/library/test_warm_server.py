@@ -116,6 +116,23 @@ def test_forked_job_has_a_separate_session_and_cores_and_saves_a_checkpoint_on_s
     assert not processes_of(folder)
 
 
+@pytest.mark.slow(seconds=2)
+def test_jobs_die_with_a_warm_server_that_fails(tmp_path: Path, shared_server: WarmServer) -> None:
+    """The sweep would otherwise wait for them, and could send them no signal."""
+    folder = frozen(tmp_path / "job", "train.epochs=100000")
+    job = start(shared_server, folder)
+    while not (log := folder / "metrics.jsonl").exists() or not log.stat().st_size:
+        shared_server.update()
+        assert job.returncode is None
+        time.sleep(0.02)
+    shared_server.send({"request": "unknown"})
+    until = time.monotonic() + 30
+    while job.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert job.is_lost and not processes_of(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_sweep_resumes_its_jobs_as_new_processes_when_the_warm_server_is_killed(
