@@ -360,12 +360,12 @@ def _list(
         return number_of[row.labels[0]]
 
     listing = by_split((row.split, row.file, encode(row)) for row in rows)
+    if data.fold is not None and "val" not in listing:
+        folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
+        raise ValueError(
+            f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
+        )
     if classes is None:
-        if data.fold is not None and "val" not in listing:
-            folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
-            raise ValueError(
-                f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
-            )
         if data.val_fraction is None and (empty := {"train", "val"} - listing.keys()):
             raise ValueError(
                 f"data.root={path}: no image is in the split {first(sorted(empty))}; set "

@@ -142,6 +142,10 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
         names_of(dataset.train) == set.union(*vals) - val
         for dataset, val in zip(folds, vals, strict=True)
     )
+    missing = DataConfig(name="csv", root=str(path), fold=11)
+    for evaluated in (None, "val"):
+        with pytest.raises(ValueError, match=r"data\.fold=11: .*choose one of 0, 1, 10, 2"):
+            check_data(Config(data=missing), evaluated)
 
 
 @pytest.mark.parametrize(
