@@ -167,11 +167,14 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
             {},
             r"missing\.png",
         ),
-        # The next two CSV files have a label that no training image has.
-        (
-            ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
-            {},
-            "1 label .*z.*line 4",
+        # The next three CSV files have a label that no training image has.
+        *(
+            (
+                ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
+                settings,
+                "1 label .*z.*line 4",
+            )
+            for settings in ({}, {"val_fraction": 1e-9})
         ),
         (
             ["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"],
