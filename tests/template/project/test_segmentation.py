@@ -576,6 +576,14 @@ def test_mask_numbers_are_those_of_the_file_for_each_depth_and_palette(
     assert torch.equal(dataset.train[1][1], torch.from_numpy(expected))
 
 
+def test_masks_with_a_palette_of_grays_and_of_colors_fit_if_each_gray_is_its_number(
+    tmp_path: Path,
+) -> None:
+    dataset, mask = pair_of(tmp_path, EXACT["colors"], classes=4)
+    with_palette(gray_ramp(*range(256)), [0, 1, 2, 3])(tmp_path / "train" / "masks" / "1", mask)
+    assert all(torch.equal(of, torch.from_numpy(mask)) for _, of in dataset.train)
+
+
 def test_palette_of_black_and_white_means_the_classes_0_and_1(tmp_path: Path) -> None:
     write = with_palette(gray_ramp(0, 255), [0, 1, 1, 1])
     dataset, expected = pair_of(tmp_path, write, classes=2)
