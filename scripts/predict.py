@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
 
     output = given.output
     images = Files.below(given.images).files if output is not None and output.exists() else ()
-    if any(path.samefile(output) for path, _ in images):
+    # A broken link among the images has no file. It counts as an unreadable image later.
+    if any(path.exists() and path.samefile(output) for path, _ in images):
         raise ValueError(f"output={output}: one of the images; give the path of another file")
     config = resolve_devices(given.parallel, given.devices, given.batch_size)
     return run_on_devices(config, __file__, argv, partial(_predict, given))

@@ -104,6 +104,20 @@ def test_predict_states_which_files_are_no_images(
 
 
 @pytest.mark.processes
+def test_predict_py_writes_its_output_again_when_an_image_is_a_broken_link(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "missing.png")
+    output = tmp_path / "predictions.csv"
+    output.touch()
+    words = [f"run={finished_run.folder}", f"images={tmp_path}", f"output={output}", "workers=0"]
+    assert predict_script.main(words) == 0
+    _, predicted_row, unreadable_row = output.read_text().splitlines()
+    assert "a.png" in predicted_row and unreadable_row.startswith(f"{tmp_path / 'b.png'},,")
+
+
+@pytest.mark.processes
 def test_predict_py_names_the_image_of_which_the_prediction_is_not_a_number(
     finished_run: Finished,
     digits: Path,
