@@ -191,20 +191,22 @@ def _tensors(
         if metric.endswith("_ema"):
             return averaged, f"averaged weights (checkpoint.metric={metric}), "
         return contents["model"], f"raw weights (checkpoint.metric={metric}), "
-    keys = [key for key in STATE_DICTS if isinstance(contents.get(key), dict)][:1]
-    if not keys and not any(isinstance(value, Tensor) for value in contents.values()):
-        keys = [
-            key
-            for key, value in contents.items()
+    key = next((key for key in STATE_DICTS if isinstance(contents.get(key), dict)), None)
+    state = contents if key is None else contents[key]
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        below = [
+            name
+            for name, value in state.items()
             if isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values())
         ]
-    if len(keys) > 1:
-        raise ValueError(
-            f"model.weights={path}: has the tensors of several models below the keys "
-            f"{', '.join(map(str, keys))}; save those of one: "
-            f"torch.save(torch.load({str(path)!r})[{keys[0]!r}], <new file>)"
-        )
-    state = contents[keys[0]] if keys else contents
+        if len(below) > 1:
+            loaded = f"torch.load({str(path)!r}){'' if key is None else f'[{key!r}]'}"
+            raise ValueError(
+                f"model.weights={path}: has the tensors of several models below the keys "
+                f"{', '.join(map(str, below))}; save those of one: "
+                f"torch.save({loaded}[{below[0]!r}], <new file>)"
+            )
+        state = state[below[0]] if below else state
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(

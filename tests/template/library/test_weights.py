@@ -55,6 +55,7 @@ def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> 
         ("pt", None, "_orig_mod."),
         ("pt", "state_dict", "module._orig_mod."),
         ("pt", "net", "timm_model."),
+        ("pt", "state_dict.net", ""),
         # A tutorial of PyTorch, and Lightning with a compiled model.
         ("pt", "model_state_dict", ""),
         ("pt", "state_dict", "net._orig_mod."),
@@ -64,12 +65,15 @@ def test_weights_load_with_any_one_prefix_and_below_any_one_key(
     tmp_path: Path, suffix: str, key: str | None, prefix: str
 ) -> None:
     state, path = model(seed=1).state_dict(), tmp_path / f"weights.{suffix}"
-    named = {prefix + name: tensor for name, tensor in state.items()} | {"loss.s": torch.ones(2)}
+    named: dict[str, Any] = {prefix + name: tensor for name, tensor in state.items()}
+    named["loss.s"] = torch.ones(2)
     if suffix == "safetensors":
         save_file(named, path)
     else:
         more = {"acc": 0.5, "optimizer_state_dict": {}}
-        torch.save(named if key is None else {key: named, **more}, path)
+        for each in reversed([] if key is None else key.split(".")):
+            named = {each: named, **more}
+        torch.save(named, path)
     fresh = model(seed=2)
     assert not is_equal(fresh, state)
     assert "loss.s" in load_weights(fresh, path, DIGITS, for_evaluation=True)
