@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import zipfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -156,6 +157,9 @@ def _read(path: Path) -> dict[str, Any]:
                 f"its tensors: python -c {shlex.quote(_SAVE_TENSORS.format(json.dumps(str(path))))}"
             ) from None
         reason = " ".join(str(error)[:200].split())
+        # torch reads other files in its old format, and its error advises weights_only=False.
+        if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
+            reason = "not a complete file of torch.save"
         raise ValueError(
             f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
             "state dict"

@@ -184,6 +184,11 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(
     with pytest.raises(ValueError, match="not readable as weights") as refusal:
         load_weights(model(), path, DIGITS)
     assert "\n" not in str(refusal.value)
+    if save is torch.save:
+        # The page of an error, downloaded instead of the file.
+        path.write_text("<html>")
+        with pytest.raises(ValueError, match=r"\(not a complete file of torch\.save\)"):
+            load_weights(model(), path, DIGITS)
 
 
 class Wrapped(nn.Module):
