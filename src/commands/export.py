@@ -1,5 +1,5 @@
-"""Export a trained model for other programs: as safetensors for timm, as a torch.export program, as
-ONNX, or as a folder for the Hugging Face hub with a model card, which timm and transformers load.
+"""Export a trained model for other programs: as safetensors for timm, as ONNX, or as a folder for
+the Hugging Face hub with a model card, which timm and transformers load.
 """
 
 from __future__ import annotations
