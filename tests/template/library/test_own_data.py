@@ -18,7 +18,7 @@ from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
 from src.tasks.images import ImageTask
 from tests.template.runs import draw_images
-from timm_parallel import find_task
+from timm_parallel import check_classes, find_task
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
@@ -406,6 +406,16 @@ def test_class_names_of_a_dataset_that_are_not_text_are_refused(
     monkeypatch.setattr(Digits, "target_names", ["zero", 1, 2.5])
     with pytest.raises(ValueError, match=r"^data\.name=digits: .*1, 2\.5.*str\(\)"):
         build_dataset(DataConfig(name="digits", image_size=8))
+
+
+def test_class_names_are_compared_in_any_sequence_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Digits, "target_names", ("0", "1"))
+    dataset = build_dataset(DataConfig(name="digits", image_size=8))
+    check_classes(dataset, ["0", "1"], "the checkpoint")
+    with pytest.raises(ValueError, match=r"the checkpoint .*the same names in another order"):
+        check_classes(dataset, ["1", "0"], "the checkpoint")
 
 
 def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:
