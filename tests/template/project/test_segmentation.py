@@ -30,7 +30,13 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.images import ImageTask
-from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
+from src.tasks.segmentation import (
+    IGNORED,
+    Segmentation,
+    dice_losses,
+    image_losses,
+    pixel_losses,
+)
 from tests.template.runs import cpu_strategy, files_below, resolved, run_warm, task_of
 from timm_parallel import find_task
 from timm_parallel.batch import Batch
@@ -430,6 +436,24 @@ def test_predict_py_overwrites_no_file_of_an_earlier_prediction(
     (tmp_path / "photos" / "x.jpg").rename(tmp_path / "photos" / "other.jpg")
     assert predict.main(words) == 2
     assert not (output / "other.png").exists()
+
+
+@pytest.mark.slow(seconds=1)
+def test_task_may_change_its_outputs_in_place_when_predict_py_writes_them(
+    segmenting_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def write(
+        task: Segmentation, scores: torch.Tensor, image: Path, folder: Path, name: str
+    ) -> None:
+        written.append(scores.sub_(scores.amax(0)).amax().item())
+
+    monkeypatch.setattr(Segmentation, "write", write)
+    write_photos(tmp_path / "photos", "x.jpg")
+    words = [f"run={segmenting_run}", f"images={tmp_path / 'photos'}", f"folder={tmp_path / 'new'}"]
+    assert predict.main(words) == 0
+    assert written == [0]
 
 
 def config_of_roads(roads: Path, **kwargs: Any) -> DataConfig:
