@@ -288,8 +288,8 @@ def _class_names(path: Path, contents: dict[str, Any], target_names: list[str]) 
     data are found. None if there are none.
     """
     if path.suffix == ".safetensors":
-        with suppress(OSError, ValueError):
-            contents = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))
+        with suppress(OSError, TypeError, ValueError):
+            contents = dict(json.loads(path.with_name("config.json").read_text(encoding="utf-8")))
     numbers = contents.get("class_to_idx")
     if isinstance(numbers, dict):
         return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]

@@ -419,6 +419,10 @@ def test_class_names_of_safetensors_come_from_config_json_in_its_folder(
     fresh = model(num_classes=3, seed=2)
     load_weights(fresh, tmp_path / "model.safetensors", MIXED, for_evaluation=True)
     assert torch.equal(head_of(fresh), state["head.weight"][[2, 1, 0]])
+    # A file of this name may be that of another program.
+    for other in ("[]", "null", '["a"]'):
+        (tmp_path / "config.json").write_text(other)
+        load_weights(fresh, tmp_path / "model.safetensors", sorted(MIXED), sorted_names=False)
 
 
 @pytest.mark.parametrize(
