@@ -75,6 +75,11 @@ def evaluate_config(
         dataset, task, loaders = built.dataset, built.task, built.eval_loaders
         for loader in loaders.values():
             on_close.callback(loader.close)
+        if not loaders:
+            raise ValueError(
+                f"data.root={config.data.root}: no image is in val or test, the splits to evaluate "
+                "on; add images to one of them"
+            )
         # Class weights need the training labels, and the loss of an evaluation does not use them.
         config.train.class_weights = None
         task.ranks = strategy.group

@@ -82,7 +82,9 @@ def predict(
                 predictions[number] = rows[place]
                 if folder is not None:
                     of_image = tree_map(lambda of, place=place: of[place], outputs)
-                    trained.task.write(of_image, paths[number], folder, names[number])
+                    # Outside of this mode, torch lets no task change its outputs in place.
+                    with torch.inference_mode():
+                        trained.task.write(of_image, paths[number], folder, names[number])
     for number in loader.unreadable:
         predictions[number] = None
     by_rank = strategy.group.gather(predictions)

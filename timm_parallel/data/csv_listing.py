@@ -47,6 +47,8 @@ class Row:
     split: str
     fold: str
     group: str
+    # True if a hash of the path or group has selected the split, for data.val_fraction.
+    is_drawn: bool
 
 
 class CsvDataset(ImageDataset):
@@ -93,7 +95,7 @@ class CsvDataset(ImageDataset):
         _list(rows, path, config, target, None if evaluated is None else present)
         if evaluated is None:
             _check_leaks(rows, path)
-            if target != "numbers" and config.val_fraction is None:
+            if target != "numbers":
                 _check_known_labels(rows, path)
         for row in {tuple(row.labels): row for row in reversed(rows)}.values():
             if not row.file.is_file():
@@ -255,7 +257,8 @@ def _row(
     # Remove the ".0" of a fold: pandas writes whole numbers as 0.0, 1.0, … if some cells are empty.
     fold = fold.removesuffix(".0")
     key = group or path_key(file, os.path.abspath(path.parent))
-    return Row(line, image, labels, _split(split, fold, key, config), fold, group)
+    is_drawn = config.val_fraction is not None and split not in ("val", "test")
+    return Row(line, image, labels, _split(split, fold, key, config), fold, group, is_drawn)
 
 
 def _split(split: str, fold: str, key: str, data: DataConfig) -> str:
@@ -360,12 +363,12 @@ def _list(
         return number_of[row.labels[0]]
 
     listing = by_split((row.split, row.file, encode(row)) for row in rows)
+    if data.fold is not None and "val" not in listing:
+        folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
+        raise ValueError(
+            f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
+        )
     if classes is None:
-        if data.fold is not None and "val" not in listing:
-            folds = ", ".join(sorted({row.fold for row in rows if row.fold}))
-            raise ValueError(
-                f"data.fold={data.fold}: no line of {path} has this fold; choose one of {folds}"
-            )
         if data.val_fraction is None and (empty := {"train", "val"} - listing.keys()):
             raise ValueError(
                 f"data.root={path}: no image is in the split {first(sorted(empty))}; set "
@@ -429,10 +432,10 @@ def _check_leaks(rows: list[Row], path: Path) -> None:
 def _check_known_labels(rows: list[Row], path: Path) -> None:
     """Raise ValueError for a label of val or test that no training image has.
 
-    Under data.val_fraction a rare label may be missing by chance, so this is not checked there.
-    scripts/check_data.py counts labels that are missing by chance.
+    Lines that data.val_fraction divides are not checked, because a rare label may be missing by
+    chance. scripts/check_data.py counts labels that are missing by chance.
     """
-    known = {label for row in rows if row.split == "train" for label in row.labels}
+    known = {label for row in rows if row.split == "train" or row.is_drawn for label in row.labels}
     unknown = {
         label: row.line for row in reversed(rows) for label in row.labels if label not in known
     }

@@ -446,7 +446,8 @@ def _largest_number(mask: Any) -> int:
 
 
 def _colors(mask: Any, classes: int, ignore_index: int) -> Colors:
-    """Return the colors of the numbers that occur in a mask with a palette.
+    """Return the colors of the numbers that occur in a mask with a palette; none if the palette is
+    that of a gray image, in which each number is its own gray.
 
     The numbers of the file are the classes. But a program that stores a gray mask with a palette
     may number the grays in any order. Raises ValueError if the grays may be the classes.
@@ -456,10 +457,12 @@ def _colors(mask: Any, classes: int, ignore_index: int) -> Colors:
     colors = {number: color for number, color in enumerate(palette) if is_used[number]}
     grays = [color[0] for color in colors.values()]
     are_gray = all(len({*color}) == 1 for color in palette)
+    if are_gray and grays == [*colors]:
+        return {}
     are_classes = all(gray < classes or gray == ignore_index for gray in grays)
     # Black and white are the numbers 0 and 1, as in an image of 1 bit per pixel.
     is_doubtful = grays != sorted(grays) or (are_classes and not {*grays} <= {0, 255})
-    if are_gray and grays != [*colors] and is_doubtful:
+    if are_gray and is_doubtful:
         raise ValueError(
             f"the numbers {[*colors]} have the grays {grays} in the palette, which may be the "
             "classes too; expected a gray PNG of class numbers"

@@ -50,7 +50,7 @@ class FolderDataset(ImageDataset):
             folders.pop("train", None)
         self.left_out = Counter()
         for folder in folders.values():
-            _check_known_classes(folder, self.target_names, trained_names is None)
+            _check_known_classes(config, folder, self.target_names, trained_names is None)
         listing = by_split(_labeled_files(config, folders, self.target_names, self.left_out))
         check_splits(listing, config)
         self.train, self.val, self.test = files_of(listing, config.max_value)
@@ -66,13 +66,11 @@ class FolderDataset(ImageDataset):
             layout = "<class>/<image>" if is_divided else "train/<class>/ and val/<class>/"
             raise ValueError(f"data.root=null: set it to a folder with {layout}")
         present = split_folders(config)
-        folders = (
-            [present[""]]
-            if "" in present
-            else [Path(config.root) / split for split in needed_splits(evaluated, present)]
-        )
-        if evaluated is None:
-            _check_layout(Path(config.root), folders)
+        folders = [*present.values()]
+        if config.val_fraction is None:
+            folders = [Path(config.root) / split for split in needed_splits(evaluated, present)]
+            if evaluated is None:
+                _check_layout(Path(config.root), folders)
         for folder in folders:
             _check_folder(config, folder)
         # Allow class folders with the names of splits in an evaluation, because the run may have
@@ -81,7 +79,7 @@ class FolderDataset(ImageDataset):
             names = _train_classes(config)
             _check_trained_classes(config, folders[0], names)
             for folder in folders[1:]:
-                _check_known_classes(folder, names, True)
+                _check_known_classes(config, folder, names, True)
 
     @classmethod
     def size(cls, config: DataConfig, enough: int | None = None) -> int | None:
@@ -208,7 +206,9 @@ def _check_folder(config: DataConfig, folder: Path) -> None:
             )
 
 
-def _check_known_classes(folder: Path, known: list[str], are_trained: bool) -> None:
+def _check_known_classes(
+    config: DataConfig, folder: Path, known: list[str], are_trained: bool
+) -> None:
     """Raise ValueError if `folder` contains a class folder whose name is not in `known`.
 
     `are_trained`: True if the known names are those of train/, False if they are those of a run.
@@ -217,6 +217,6 @@ def _check_known_classes(folder: Path, known: list[str], are_trained: bool) -> N
     if unknown := [name for name in names if _normal(name) not in normal]:
         of = "train/" if are_trained else "the run"
         raise ValueError(
-            f"data.root={folder.parent}: {of} does not have {len(unknown)} of the {len(names)} "
+            f"data.root={config.root}: {of} does not have {len(unknown)} of the {len(names)} "
             f"classes in the folder {folder}: {first(unknown)}; it has {first(known)}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import zipfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -156,6 +157,9 @@ def _read(path: Path) -> dict[str, Any]:
                 f"its tensors: python -c {shlex.quote(_SAVE_TENSORS.format(json.dumps(str(path))))}"
             ) from None
         reason = " ".join(str(error)[:200].split())
+        # torch reads other files in its old format, and its error advises weights_only=False.
+        if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
+            reason = "not a complete file of torch.save"
         raise ValueError(
             f"model.weights={path}: not readable as weights ({reason}); give a checkpoint or a "
             "state dict"
@@ -191,20 +195,22 @@ def _tensors(
         if metric.endswith("_ema"):
             return averaged, f"averaged weights (checkpoint.metric={metric}), "
         return contents["model"], f"raw weights (checkpoint.metric={metric}), "
-    keys = [key for key in STATE_DICTS if isinstance(contents.get(key), dict)][:1]
-    if not keys and not any(isinstance(value, Tensor) for value in contents.values()):
-        keys = [
-            key
-            for key, value in contents.items()
+    key = next((key for key in STATE_DICTS if isinstance(contents.get(key), dict)), None)
+    state = contents if key is None else contents[key]
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        below = [
+            name
+            for name, value in state.items()
             if isinstance(value, dict) and any(isinstance(each, Tensor) for each in value.values())
         ]
-    if len(keys) > 1:
-        raise ValueError(
-            f"model.weights={path}: has the tensors of several models below the keys "
-            f"{', '.join(map(str, keys))}; save those of one: "
-            f"torch.save(torch.load({str(path)!r})[{keys[0]!r}], <new file>)"
-        )
-    state = contents[keys[0]] if keys else contents
+        if len(below) > 1:
+            loaded = f"torch.load({str(path)!r}){'' if key is None else f'[{key!r}]'}"
+            raise ValueError(
+                f"model.weights={path}: has the tensors of several models below the keys "
+                f"{', '.join(map(str, below))}; save those of one: "
+                f"torch.save({loaded}[{below[0]!r}], <new file>)"
+            )
+        state = state[below[0]] if below else state
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(
@@ -282,8 +288,8 @@ def _class_names(path: Path, contents: dict[str, Any], target_names: list[str]) 
     data are found. None if there are none.
     """
     if path.suffix == ".safetensors":
-        with suppress(OSError, ValueError):
-            contents = json.loads(path.with_name("config.json").read_text(encoding="utf-8"))
+        with suppress(OSError, TypeError, ValueError):
+            contents = dict(json.loads(path.with_name("config.json").read_text(encoding="utf-8")))
     numbers = contents.get("class_to_idx")
     if isinstance(numbers, dict):
         return [str(name) for name in sorted(numbers, key=lambda name: int(numbers[name]))]

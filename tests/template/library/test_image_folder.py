@@ -109,6 +109,20 @@ def test_class_folder_named_train_and_a_root_below_a_hidden_folder_are_accepted(
     check_data(Config(data=DataConfig(name="src.data.mine.Mine", root="/data/shapes")))
 
 
+def test_refusal_of_a_folder_that_val_fraction_divides_names_data_root_and_its_layout(
+    tmp_path: Path,
+) -> None:
+    root = image_folder(tmp_path, {"images": {"a": 9, "b": 9, "c": 1}}) / "images"
+    config = DataConfig(name="folder", root=str(root), val_fraction=0.4)
+    with pytest.raises(ValueError, match=r"the run does not have 1 of the 3 classes") as unknown:
+        FolderDataset(config, ["a", "b"])
+    assert str(unknown.value).startswith(f"data.root={root}: ")
+    missing = replace(config, root=str(root / "missing"))
+    with pytest.raises(ValueError, match=r"no folder .*missing; expected .*missing/<class>") as no:
+        check_data(Config(data=missing))
+    assert "train/" not in str(no.value)
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [

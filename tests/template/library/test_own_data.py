@@ -18,7 +18,7 @@ from src.data.datasets import Digits
 from src.schema import Config, DataConfig, TrainConfig
 from src.tasks.images import ImageTask
 from tests.template.runs import draw_images
-from timm_parallel import find_task
+from timm_parallel import check_classes, find_task
 from timm_parallel.data.build import build_dataset, check_data, training_size
 from timm_parallel.data.csv_listing import CsvDataset, read_rows
 from timm_parallel.data.dataset import Split, data_fingerprints
@@ -142,6 +142,10 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
         names_of(dataset.train) == set.union(*vals) - val
         for dataset, val in zip(folds, vals, strict=True)
     )
+    missing = DataConfig(name="csv", root=str(path), fold=11)
+    for evaluated in (None, "val"):
+        with pytest.raises(ValueError, match=r"data\.fold=11: .*choose one of 0, 1, 10, 2"):
+            check_data(Config(data=missing), evaluated)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +167,14 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
             {},
             r"missing\.png",
         ),
-        # The next two CSV files have a label that no training image has.
-        (
-            ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
-            {},
-            "1 label .*z.*line 4",
+        # The next three CSV files have a label that no training image has.
+        *(
+            (
+                ["file,label,split", "a.png,x,train", "b.png,y,", "c.png,z,val", "d.png,z,test"],
+                settings,
+                "1 label .*z.*line 4",
+            )
+            for settings in ({}, {"val_fraction": 1e-9})
         ),
         (
             ["file,label,fold", "a.png,x,0", "b.png,y,0", "c.png,x,1"],
@@ -399,6 +406,16 @@ def test_class_names_of_a_dataset_that_are_not_text_are_refused(
     monkeypatch.setattr(Digits, "target_names", ["zero", 1, 2.5])
     with pytest.raises(ValueError, match=r"^data\.name=digits: .*1, 2\.5.*str\(\)"):
         build_dataset(DataConfig(name="digits", image_size=8))
+
+
+def test_class_names_are_compared_in_any_sequence_and_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Digits, "target_names", ("0", "1"))
+    dataset = build_dataset(DataConfig(name="digits", image_size=8))
+    check_classes(dataset, ["0", "1"], "the checkpoint")
+    with pytest.raises(ValueError, match=r"the checkpoint .*the same names in another order"):
+        check_classes(dataset, ["1", "0"], "the checkpoint")
 
 
 def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:

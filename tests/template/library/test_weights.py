@@ -55,6 +55,7 @@ def is_equal(one: nn.Module, other: dict[str, Tensor], but: str = "nothing") -> 
         ("pt", None, "_orig_mod."),
         ("pt", "state_dict", "module._orig_mod."),
         ("pt", "net", "timm_model."),
+        ("pt", "state_dict.net", ""),
         # A tutorial of PyTorch, and Lightning with a compiled model.
         ("pt", "model_state_dict", ""),
         ("pt", "state_dict", "net._orig_mod."),
@@ -64,12 +65,15 @@ def test_weights_load_with_any_one_prefix_and_below_any_one_key(
     tmp_path: Path, suffix: str, key: str | None, prefix: str
 ) -> None:
     state, path = model(seed=1).state_dict(), tmp_path / f"weights.{suffix}"
-    named = {prefix + name: tensor for name, tensor in state.items()} | {"loss.s": torch.ones(2)}
+    named: dict[str, Any] = {prefix + name: tensor for name, tensor in state.items()}
+    named["loss.s"] = torch.ones(2)
     if suffix == "safetensors":
         save_file(named, path)
     else:
         more = {"acc": 0.5, "optimizer_state_dict": {}}
-        torch.save(named if key is None else {key: named, **more}, path)
+        for each in reversed([] if key is None else key.split(".")):
+            named = {each: named, **more}
+        torch.save(named, path)
     fresh = model(seed=2)
     assert not is_equal(fresh, state)
     assert "loss.s" in load_weights(fresh, path, DIGITS, for_evaluation=True)
@@ -180,6 +184,11 @@ def test_model_weights_error_is_one_line_when_a_file_is_truncated(
     with pytest.raises(ValueError, match="not readable as weights") as refusal:
         load_weights(model(), path, DIGITS)
     assert "\n" not in str(refusal.value)
+    if save is torch.save:
+        # The page of an error, downloaded instead of the file.
+        path.write_text("<html>")
+        with pytest.raises(ValueError, match=r"\(not a complete file of torch\.save\)"):
+            load_weights(model(), path, DIGITS)
 
 
 class Wrapped(nn.Module):
@@ -410,6 +419,10 @@ def test_class_names_of_safetensors_come_from_config_json_in_its_folder(
     fresh = model(num_classes=3, seed=2)
     load_weights(fresh, tmp_path / "model.safetensors", MIXED, for_evaluation=True)
     assert torch.equal(head_of(fresh), state["head.weight"][[2, 1, 0]])
+    # A file of this name may be that of another program.
+    for other in ("[]", "null", '["a"]'):
+        (tmp_path / "config.json").write_text(other)
+        load_weights(fresh, tmp_path / "model.safetensors", sorted(MIXED), sorted_names=False)
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,21 @@ def test_evaluate_py_refuses_data_with_other_classes_than_the_run(
     )
 
 
+@pytest.mark.processes
+def test_evaluate_py_refuses_data_without_an_image_in_val_or_test(
+    finished_run: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A CSV file without the column split has training images only."""
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    lines = ["file,label", *(f"a.png,{digit}" for digit in range(10))]
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    # The run has gray images, and those of a CSV file have three channels.
+    colors = ("data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]")
+    overrides = ["data=csv", f"data.root={tmp_path}", *colors]
+    assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
+    assert f"data.root={tmp_path}: no image is in val or test" in capfd.readouterr().err
+
+
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:
     model = nn.Linear(2, 2)
     model.pretrained_cfg = {"num_classes": 1000}  # type: ignore[assignment]

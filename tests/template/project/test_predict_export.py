@@ -103,16 +103,18 @@ def test_predict_states_which_files_are_no_images(
     assert "\x1b" not in err
 
 
-def test_predict_py_replaces_its_table_when_an_image_is_a_broken_link(
+@pytest.mark.processes
+def test_predict_py_writes_its_output_again_when_an_image_is_a_broken_link(
     finished_run: Finished, tmp_path: Path
 ) -> None:
-    Image.new("L", (8, 8)).save(tmp_path / "image.png")
-    (tmp_path / "link.png").symlink_to("nowhere.png")
-    table = tmp_path / "table.csv"
-    table.touch()
-    words = [f"run={finished_run.folder}", f"images={tmp_path}", f"output={table}", "workers=0"]
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "missing.png")
+    output = tmp_path / "predictions.csv"
+    output.touch()
+    words = [f"run={finished_run.folder}", f"images={tmp_path}", f"output={output}", "workers=0"]
     assert predict_script.main(words) == 0
-    assert len(table.read_text().splitlines()) == 3
+    _, predicted_row, unreadable_row = output.read_text().splitlines()
+    assert "a.png" in predicted_row and unreadable_row.startswith(f"{tmp_path / 'b.png'},,")
 
 
 @pytest.mark.processes

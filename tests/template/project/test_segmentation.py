@@ -30,7 +30,13 @@ from src.schema import (
     TrainConfig,
 )
 from src.tasks.images import ImageTask
-from src.tasks.segmentation import IGNORED, dice_losses, image_losses, pixel_losses
+from src.tasks.segmentation import (
+    IGNORED,
+    Segmentation,
+    dice_losses,
+    image_losses,
+    pixel_losses,
+)
 from tests.template.runs import cpu_strategy, files_below, resolved, run_warm, task_of
 from timm_parallel import find_task
 from timm_parallel.batch import Batch
@@ -432,6 +438,24 @@ def test_predict_py_overwrites_no_file_of_an_earlier_prediction(
     assert not (output / "other.png").exists()
 
 
+@pytest.mark.slow(seconds=1)
+def test_task_may_change_its_outputs_in_place_when_predict_py_writes_them(
+    segmenting_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def write(
+        task: Segmentation, scores: torch.Tensor, image: Path, folder: Path, name: str
+    ) -> None:
+        written.append(scores.sub_(scores.amax(0)).amax().item())
+
+    monkeypatch.setattr(Segmentation, "write", write)
+    write_photos(tmp_path / "photos", "x.jpg")
+    words = [f"run={segmenting_run}", f"images={tmp_path / 'photos'}", f"folder={tmp_path / 'new'}"]
+    assert predict.main(words) == 0
+    assert written == [0]
+
+
 def config_of_roads(roads: Path, **kwargs: Any) -> DataConfig:
     kwargs = {"classes": ["ground", "box"], **kwargs}
     return DataConfig(name="segmentation", root=str(roads), val_fraction=0.3, kwargs=kwargs)
@@ -574,6 +598,14 @@ def test_mask_numbers_are_those_of_the_file_for_each_depth_and_palette(
 ) -> None:
     dataset, expected = pair_of(tmp_path, EXACT[name], classes=5)
     assert torch.equal(dataset.train[1][1], torch.from_numpy(expected))
+
+
+def test_masks_with_a_palette_of_grays_and_of_colors_fit_if_each_gray_is_its_number(
+    tmp_path: Path,
+) -> None:
+    dataset, mask = pair_of(tmp_path, EXACT["colors"], classes=4)
+    with_palette(gray_ramp(*range(256)), [0, 1, 2, 3])(tmp_path / "train" / "masks" / "1", mask)
+    assert all(torch.equal(of, torch.from_numpy(mask)) for _, of in dataset.train)
 
 
 def test_palette_of_black_and_white_means_the_classes_0_and_1(tmp_path: Path) -> None:
