@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from timm_parallel.app import App
@@ -41,7 +42,7 @@ from timm_parallel.machine.files import claim_folder, lock_folder
 from timm_parallel.machine.imports import import_name, imports_without_gc
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
-from timm_parallel.machine.signals import StopHandler, Stopped, exit_process, signal_handlers
+from timm_parallel.machine.signals import Stopped, exit_process, signal_handlers
 from timm_parallel.machine.streams import keep_running_without_stdout
 from timm_parallel.patches import any_help_text
 from timm_parallel.record.console import print_config
@@ -69,7 +70,7 @@ def run_command(app: App) -> int:
             return run_follower(ranks)
         # Under torchrun, leave the signal handlers to the code of the rank. Otherwise let a stop
         # signal raise Stopped. A sweep that has not written its jobs yet then removes its folder.
-        with contextlib.nullcontext() if ranks else signal_handlers(StopHandler()):
+        with contextlib.nullcontext() if ranks else signal_handlers(_stop):
             try:
                 return _lead(app, ranks)
             except ValueError as error:
@@ -96,6 +97,11 @@ def run_command(app: App) -> int:
     except KeyboardInterrupt:
         print(f"{script}: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    # Later signals raise too, because native code that imports numpy may drop the first exception.
+    raise Stopped(number)
 
 
 def _lead(app: App, ranks: Ranks | None) -> int:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -288,6 +288,24 @@ def test_ctrl_c_before_a_rank_of_torchrun_handles_signals_prints_one_line(
     monkeypatch.setattr("timm_parallel.entry.parse_command_line", interrupt)
     assert run_command(app) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "train.py: stopped by SIGINT\n"
+
+
+def test_second_stop_signal_ends_train_py_when_an_import_drops_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch imports numpy in native code, which drops every exception of this import."""
+
+    def parse(arguments: list[str]) -> None:
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("expected the second signal to raise")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr("timm_parallel.entry.ranks_from_environment", lambda environment: None)
+    monkeypatch.setattr("timm_parallel.entry.parse_command_line", parse)
+    assert run_command(app) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "train.py: stopped by SIGTERM\n"
 
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
