@@ -51,8 +51,9 @@ NODE_SILENT = 7
 START_SILENT = 60
 # Heartbeats after which a rank that sends none counts as exited.
 LEFT = 3
-# Seconds to wait for the cause of a lost connection. A silent node is found earlier.
-CAUSE = 10.0
+# Seconds to wait for the cause of a lost connection, unless a node is silent. They are not longer
+# than LEAVE, so that the first rank of a node reports the failure before its other ranks leave.
+CAUSE = 5.0
 # The constants below are in seconds.
 # Time for the other ranks to publish their progress.
 COMPARE = 3.0
@@ -160,12 +161,7 @@ class Heartbeats:
         """
         if self.ranks.nodes == 1:
             return None
-        # Node -> newest heartbeat of its first rank. A rank without a host has not started yet, and
-        # parallel.start_timeout limits its start.
-        nodes: dict[int, tuple[Heartbeat, int]] = {}
-        for heartbeat, tick in dict(self._seen).values():
-            if heartbeat.host:
-                nodes.setdefault(heartbeat.node, (heartbeat, tick))
+        nodes = self._first_ranks()
         # Node 0 counts as silent if the key-value store does not respond, because the store is on
         # node 0.
         if self.ranks.node > 0 and (self.gone or self.unanswered > NODE_SILENT):
@@ -184,14 +180,27 @@ class Heartbeats:
                 return heartbeat
         return None
 
+    def _first_ranks(self) -> dict[int, tuple[Heartbeat, int]]:
+        """Return node -> newest heartbeat of its first rank, with the tick of this rank at which it
+        was read. A rank without a host has not started yet, and parallel.start_timeout limits its
+        start.
+        """
+        nodes: dict[int, tuple[Heartbeat, int]] = {}
+        for heartbeat, tick in dict(self._seen).values():
+            if heartbeat.host:
+                nodes.setdefault(heartbeat.node, (heartbeat, tick))
+        return nodes
+
     def wait_for_cause(self) -> None:
-        """Wait after a lost connection, at most CAUSE seconds, until another rank has recorded its
-        failure. Meanwhile the watchdog ends this process if a node is silent.
+        """Wait after a lost connection, for CAUSE seconds, until another rank has recorded its
+        failure. Wait longer while a node or the key-value store seems to be silent, because the
+        watchdog ends this process if it stays so.
         """
         self.is_leaving = True
         deadline = time.monotonic() + CAUSE
-        while self.ranks.is_first_of_node and not self.gone and time.monotonic() < deadline:
-            if cause_is_known(self.folder):
+        while self.ranks.is_first_of_node and not self.gone and not cause_is_known(self.folder):
+            silent = [self.ticks - tick for _, tick in self._first_ranks().values()]
+            if time.monotonic() > deadline and max([self.unanswered, *silent]) <= LEFT - 1:
                 return
             time.sleep(TICK / 4)
 

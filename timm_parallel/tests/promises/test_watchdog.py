@@ -30,6 +30,7 @@ from timm_parallel.faults.failure import (
 from timm_parallel.faults.liveness import BACKWARD, FORWARD, liveness
 from timm_parallel.faults.watchdog import (
     LEAVE,
+    LEFT,
     NODE_SILENT,
     START_SILENT,
     TICK,
@@ -219,6 +220,23 @@ def test_rank_that_looked_for_others_after_a_stop_signal_reports_no_lost_node(
         for each in ranks:
             exchange(each)
             assert each.silent_node() is None
+
+
+def test_first_rank_waits_for_a_cause_longer_while_a_node_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The watchdog reports the node when it has been silent for NODE_SILENT heartbeats."""
+    first, _ = two_nodes(tmp_path)
+    monkeypatch.setattr(watchdog, "CAUSE", 0.0)
+    first.wait_for_cause()
+    exchange(first, LEFT + 1)
+    waiting = threading.Thread(target=first.wait_for_cause)
+    waiting.start()
+    waiting.join(timeout=0.5)
+    assert waiting.is_alive()
+    write_failure(tmp_path, record_of(1, tmp_path, "the cause"))
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
 
 
 def test_heartbeat_thread_marks_the_run_failed_when_the_failure_record_cannot_be_written(
