@@ -43,7 +43,7 @@ def build_dataset(
         dotted = TIMM_DATASETS if is_timm_dataset(config.name) else config.name
         dataset_class = import_class("data.name", dotted, ImageDataset)
     context = {"trained_names": trained_names, "target": target}
-    accepted = inspect.signature(dataset_class).parameters
+    accepted = _parameters(dataset_class)
     more = {name: value for name, value in context.items() if name in accepted}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         dataset = cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
@@ -54,6 +54,20 @@ def build_dataset(
         )
     start_clock.end("data")
     return dataset
+
+
+def _parameters(dataset_class: type) -> set[str]:
+    """Return the names of the arguments that a class takes, with those that its `**kwargs` pass on
+    to the class that it extends.
+    """
+    names: set[str] = set()
+    for base in dataset_class.__mro__:
+        if (init := vars(base).get("__init__")) is not None:
+            parameters = inspect.signature(init).parameters.values()
+            names.update(parameter.name for parameter in parameters)
+            if all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    return names
 
 
 def load_dataset(config: Config, trained_names: list[str] | None = None) -> ImageDataset:

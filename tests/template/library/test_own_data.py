@@ -418,6 +418,25 @@ def test_class_names_are_compared_in_any_sequence_and_in_order(
         check_classes(dataset, ["1", "0"], "the checkpoint")
 
 
+class Scans(CsvDataset):
+    """A CSV file that passes all other arguments on."""
+
+    def __init__(self, config: DataConfig, **more: Any) -> None:
+        super().__init__(config, **more)
+
+
+def test_own_dataset_gets_the_target_and_the_trained_names_by_kwargs(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("file,label\na.png,cat;dog\nb.png,dog\n")
+    name = f"{__name__}.Scans"
+    config = DataConfig(name=name, root=str(path), val_fraction=0.5)
+    dataset = build_dataset(config, trained_names=["dog", "cat"], target="labels")
+    assert dataset.target_names == ["dog", "cat"]
+    files = [*files_of(dataset.train), *files_of(dataset.val)]
+    labels = {file.name: label for file, label in files}
+    assert labels == {"a.png": (1.0, 1.0), "b.png": (1.0, 0.0)}
+
+
 def test_one_label_is_enough_for_multilabel_if_some_images_have_none(flowers: Path) -> None:
     rows = rows_of(flowers)
     scratched = [{**row, "label": "scratch" if row["label"] == "rose" else ""} for row in rows]
