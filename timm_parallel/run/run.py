@@ -315,7 +315,9 @@ class Training:
         is_best = False
         if is_due and progress.evaluated_at != progress.step:
             is_best = self._evaluate_val()
-        val = self._results["val"] if is_due else {}
+        # A run that was resumed at its last step has no numbers of this step. It evaluates at its
+        # end.
+        val = self._results.get("val", {}) if is_due else {}
         number = progress.epoch + 1
         progress.end_epoch(is_whole=progress.step_in_epoch == parts.steps_per_epoch)
         memory = parts.telemetry.memory()

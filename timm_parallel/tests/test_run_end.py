@@ -50,6 +50,19 @@ def test_evaluations_within_an_epoch_and_an_end_between_them_do_not_change_the_t
 
 
 @pytest.mark.slow(seconds=2)
+def test_run_that_was_killed_after_an_evaluation_within_an_epoch_may_end_there(
+    tmp_path: Path,
+) -> None:
+    run = run_warm(tmp_path / "run", "train.max_steps=4", "checkpoint.keep=2")
+    for path in (run / "checkpoints").iterdir():
+        if path.stem != "step_2":
+            path.unlink()
+    result = read_result(run_warm(run, "train.max_steps=2"))
+    assert (result.status, result.steps, len(result.segments)) == ("done", 2, 2)
+    assert result.val["loss"] == evaluated_losses(run)[2]
+
+
+@pytest.mark.slow(seconds=2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("overrides", "steps"),
