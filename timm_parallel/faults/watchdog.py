@@ -133,6 +133,10 @@ class Heartbeats:
         """
         assert self.store is not None
         keys = [f"watchdog/{rank}" for rank in range(self.ranks.world_size)]
+        # Read all heartbeats in one request as soon as each rank has sent one, because every node
+        # reads all of them every second.
+        if self.store.check(keys):
+            return [Heartbeat(**json.loads(text)) for text in self.store.multi_get(keys)]
         return [
             Heartbeat(**json.loads(self.store.get(key)))
             if self.store.check([key])
@@ -312,7 +316,7 @@ class Watchdog:
         """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
         block for minutes. `lost`: last heartbeat of the node.
         """
-        reason = f"{lost.node_and_rank} sent no heartbeat for {NODE_SILENT} s, last seen in {lost}"
+        reason = f"{lost.node_and_rank} sends no heartbeat any more, last seen in {lost}"
         # Exit in `finally`, because writing the log fails if the disk is full.
         try:
             self._log_stacks(reason)

@@ -8,14 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from timm_parallel.faults import failure, watchdog
 from timm_parallel.faults.failure import (
@@ -153,6 +153,22 @@ def exchange(heartbeats: Heartbeats, count: int = 1) -> None:
     for _ in range(count):
         heartbeats.ticks += 1
         heartbeats._exchange()
+
+
+def test_heartbeats_of_all_ranks_are_read_in_two_requests(tmp_path: Path) -> None:
+    """Every node reads all of them every second."""
+    store, requests = HashStore(), []
+    for rank in range(64):
+        exchange(Heartbeats(Ranks(rank, 64, 0, 1, node=rank, nodes=64), store, tmp_path))
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            requests.append(name)
+            return getattr(store, name)
+
+    first = Heartbeats(Ranks(0, 64, 0, 1, nodes=64), cast(Store, Counting()), tmp_path)
+    assert [heartbeat.rank for heartbeat in first.all()] == list(range(64))
+    assert len(requests) == 2
 
 
 def test_node_without_heartbeats_is_reported_lost_only_after_the_limit(
