@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from timm_parallel.keys import Config, ResolvedConfig
-from timm_parallel.machine.imports import import_name, imports_without_gc
+from timm_parallel.machine.imports import import_name, slow_imports
 
 # Name of an app by convention, for scripts and notebooks that do not import theirs.
 DEFAULT = "src.app:app"
@@ -69,7 +69,7 @@ def import_all() -> None:
     """Import the modules that a run needs. Called in the server process that forks the jobs of a
     sweep.
     """
-    with imports_without_gc():
+    with slow_imports():
         for name in (current().build, current().loop):
             import_name(name)
         for module in IMPORTED_BY_RUNS:

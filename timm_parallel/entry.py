@@ -39,7 +39,7 @@ from timm_parallel.launch.torchrun import (
     run_rank_zero,
 )
 from timm_parallel.machine.files import claim_folder, lock_folder
-from timm_parallel.machine.imports import import_name, imports_without_gc
+from timm_parallel.machine.imports import import_name, slow_imports
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment, starter
 from timm_parallel.machine.secrets import hide, mask
 from timm_parallel.machine.signals import Stopped, exit_process, signal_handlers
@@ -146,7 +146,7 @@ def _run(arguments: Any, ranks: Ranks | None) -> int:
         check_root(config)
     # Import the rules of the task only after all checks that need no torch, because the import of a
     # task takes seconds.
-    with imports_without_gc():
+    with slow_imports():
         from timm_parallel.checked_configs import check_task
 
         check_task(config)

@@ -44,7 +44,7 @@ from timm_parallel.launch.rendezvous import (
 )
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import RunFolder, lock_folder, write_json
-from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.imports import slow_imports
 from timm_parallel.machine.platform import STOP_SIGNALS, open_memory
 from timm_parallel.machine.process import (
     LAUNCHER,
@@ -358,7 +358,7 @@ def run_agent(
     `scratch`: new folder for the files of the agent, which is deleted at the end. `rendezvous`:
     connection to the other nodes, if any.
     """
-    with imports_without_gc():
+    with slow_imports():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry

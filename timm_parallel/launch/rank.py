@@ -32,7 +32,7 @@ from timm_parallel.faults.watchdog import Watchdog
 from timm_parallel.keys import ResolvedConfig
 from timm_parallel.launch.rendezvous import open_store
 from timm_parallel.machine.files import RunFolder
-from timm_parallel.machine.imports import import_name, imports_without_gc
+from timm_parallel.machine.imports import import_name, slow_imports
 from timm_parallel.machine.process import kill_on_parent_exit, start_clock
 from timm_parallel.machine.ranks import Ranks, ranks_from_environment
 from timm_parallel.machine.secrets import HidingFormatter
@@ -69,7 +69,7 @@ def train(config: ResolvedConfig, folder: Path, ranks: Ranks, store: Store | Non
     """Train one rank of a run in this process. Torch and the project's code are imported here, so
     that an import error becomes a failure record of the rank.
     """
-    with imports_without_gc():
+    with slow_imports():
         from timm_parallel.run.run import start_run
 
         project = current()
@@ -112,7 +112,7 @@ def run_rank(
                 STUCK_SECONDS, lambda: stop_handler.request is None or heartbeats.peer_has_left()
             )
             try:
-                with imports_without_gc():
+                with slow_imports():
                     from torch.optim.optimizer import register_optimizer_step_post_hook
                 register_optimizer_step_post_hook(liveness.count_step)
                 run(config, folder, ranks, store)

@@ -25,7 +25,7 @@ from timm_parallel.errors import RefusedError
 from timm_parallel.keys import ParallelConfig, ResolvedConfig
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
-from timm_parallel.machine.imports import imports_without_gc
+from timm_parallel.machine.imports import slow_imports
 from timm_parallel.machine.ranks import NodeAddress, Ranks, first_difference, host_name
 from timm_parallel.record.environment import version_of
 
@@ -143,7 +143,7 @@ def open_store(ranks: Ranks) -> PrefixStore:
     """Connect this rank to the key-value store of the run. torch's agent hosts the store. If srun
     started the ranks, there is no agent and rank 0 hosts the store.
     """
-    with imports_without_gc():
+    with slow_imports():
         from torch.distributed.rendezvous import rendezvous
 
     if (address := os.environ.get("MASTER_ADDR")) is not None:

@@ -34,13 +34,14 @@ from timm_parallel.launch.rendezvous import (
     publish_inventory,
 )
 from timm_parallel.machine.files import lock_folder
+from timm_parallel.machine.imports import slow_imports
 from timm_parallel.machine.ranks import (
     NEEDED,
     NodeAddress,
     Ranks,
     ranks_from_environment,
 )
-from timm_parallel.machine.signals import stop_handler
+from timm_parallel.machine.signals import signal_handlers, stop_handler
 from timm_parallel.record.result import read_result
 from timm_parallel.run import checkpoint
 from timm_parallel.run.run import Training
@@ -306,6 +307,16 @@ def test_second_stop_signal_ends_train_py_when_an_import_drops_the_first(
     monkeypatch.setattr("timm_parallel.entry.parse_command_line", parse)
     assert run_command(app) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "train.py: stopped by SIGTERM\n"
+
+
+def test_stop_signal_waits_while_torch_is_imported() -> None:
+    """Native code of the import drops the exception of a signal handler."""
+    seen: list[int] = []
+    with signal_handlers(lambda number, frame: seen.append(number)):
+        with slow_imports():
+            signal.raise_signal(signal.SIGTERM)
+            assert not seen
+        assert seen == [signal.SIGTERM]
 
 
 def _build_other_data(ranks: Ranks, store: Store, change: str) -> str:
