@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from timm_parallel.machine.secrets import hide_in
 from timm_parallel.machine.text import yaml_text
 from timm_parallel.trackers.tracker import Tracker
 
+# Least time between two requests with metrics.
+SECONDS_PER_REQUEST = 1.0
 STATUSES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -40,6 +43,9 @@ class Mlflow(Tracker):
         self._images = (output / "mlflow_images").as_uri() if uri == local else None
         # Creating the client also creates a local database. A server is contacted only in `start`.
         self._mlflow, self._client = mlflow, mlflow.MlflowClient(tracking_uri=uri)
+        # Metrics that are not sent yet, and the time of the last ones that are, in seconds.
+        self._metrics: list[Any] = []
+        self._sent_at = 0.0
         self.view = (
             uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
         )
@@ -68,13 +74,23 @@ class Mlflow(Tracker):
 
     def numbers(self, step: int, epoch: float, time: float, values: dict[str, float]) -> None:
         metric, milliseconds = self._mlflow.entities.Metric, int(1000 * time)
-        metrics = [metric(name, value, milliseconds, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        self._metrics += [metric(name, value, milliseconds, step) for name, value in values.items()]
+        # A server may need longer for a request than the run needs for a step.
+        if time - self._sent_at >= SECONDS_PER_REQUEST:
+            self._sent_at = time
+            self._send()
+
+    def _send(self) -> None:
+        # One request may have at most 1000 metrics.
+        while self._metrics:
+            self._client.log_batch(self._id, metrics=self._metrics[:1000])
+            del self._metrics[:1000]
 
     def image(self, name: str, step: int, pixels: np.ndarray) -> None:
         self._client.log_image(self._id, pixels, key=name, step=step, synchronous=True)
 
     def end(self, status: str, summary: dict[str, float]) -> None:
+        self._send()
         for name, value in summary.items():
             self._client.log_metric(self._id, name, value)
         self._client.set_terminated(self._id, STATUSES[status])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from timm_parallel.run.run import Training
 from timm_parallel.testing.commands import Finished, Refuse, Train
 from timm_parallel.testing.configs import read_lines
 from timm_parallel.trackers import tracker as trackers
+from timm_parallel.trackers.mlflow import Mlflow
 from timm_parallel.trackers.tensorboard import TensorBoard
 from timm_parallel.trackers.tracker import Channel, Tracker
 
@@ -311,6 +313,43 @@ def test_evaluation_of_a_run_that_used_mlflow_uses_the_default_tracker_instead(
     config.tracker.use = {"mlflow": True}
     save_config(config, tmp_path)
     assert evaluation_config(tmp_path, []).tracker == TrackerConfig()
+
+
+class RecordingMlflow:
+    """Client of MLflow that keeps the metrics of each request."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.requests: list[list[tuple[str, float, int, int]]] = []
+
+    def create_experiment(self, name: str, artifact_location: str) -> str:
+        return name
+
+    def create_run(self, experiment: str, **given: Any) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+    def log_batch(self, run: str, params: Any = (), metrics: Any = ()) -> None:
+        if metrics:
+            self.requests.append(list(metrics))
+
+    def update_run(self, run: str, status: str) -> None: ...
+
+    def set_terminated(self, run: str, status: str) -> None: ...
+
+
+def test_mlflow_gets_all_metrics_in_at_most_one_request_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+    stub = SimpleNamespace(entities=entities, MlflowClient=RecordingMlflow)
+    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, stub))
+    tracker = Mlflow(resolved(*SHORT), tmp_path, 0)
+    tracker.start()
+    for step in range(3000):
+        tracker.numbers(step, 0.0, 100 + step / 1000, {"train/loss": float(step)})
+    tracker.end("done", {})
+    client = cast(RecordingMlflow, tracker._client)
+    assert [len(request) for request in client.requests] == [1, 1000, 1000, 999]
+    assert [metric[3] for request in client.requests for metric in request] == list(range(3000))
 
 
 def wandb_records(folder: Path) -> list[Any]:
