@@ -27,6 +27,7 @@ from timm_parallel import (
     errors_in_one_line,
     evaluation_config,
     exit_process,
+    file_argument,
     number_argument,
     print_json,
 )
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--predictions",
-        type=Path,
+        type=file_argument,
         help="CSV file with a line per image: path, label and the five best classes (with several "
         "labels: all classes)",
     )
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
         help="write an HTML page with so many images of the highest loss, of each split",
     )
     parser.add_argument(
-        "--page", type=Path, help="file for worst= (default: worst.html in the run folder)"
+        "--page", type=file_argument, help="file for worst= (default: worst.html in the run folder)"
     )
     given, overrides = parser.parse_known_intermixed_args(arguments)
     return _evaluate(given, overrides, arguments)

@@ -18,16 +18,16 @@ from pathlib import Path
 # Python searches the folder of a script for modules, so add the root of the project.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from timm_parallel import command_line, errors_in_one_line
+from timm_parallel import command_line, errors_in_one_line, file_argument
 
 
 @errors_in_one_line
 def main(argv: list[str]) -> int:
     parser = command_line(__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    parser.add_argument("--output", type=Path, help="JSON file with everything")
+    parser.add_argument("--output", type=file_argument, help="JSON file with everything")
     parser.add_argument(
-        "--page", type=Path, help="HTML file with thumbnails of problems and of each class"
+        "--page", type=file_argument, help="HTML file with thumbnails of problems and of each class"
     )
     arguments = parser.parse_intermixed_args(argv)
     for option, path in (("output", arguments.output), ("page", arguments.page)):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from src.app import app
 from src.schema import Config
-from timm_parallel import command_line, compose, errors_in_one_line
+from timm_parallel import command_line, compose, errors_in_one_line, file_argument
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -306,7 +306,7 @@ def main(argv: list[str]) -> int:
     parser = command_line(__doc__)
     parser.add_argument("file", type=Path, metavar="args.yaml")
     parser.add_argument(
-        "--output", type=Path, help="default: conf/experiment/<name of the run>.yaml"
+        "--output", type=file_argument, help="default: conf/experiment/<name of the run>.yaml"
     )
     given = parser.parse_intermixed_args(argv)
     try:

@@ -19,6 +19,7 @@ from timm_parallel import (
     command_line,
     errors_in_one_line,
     exit_process,
+    file_argument,
     number_argument,
 )
 
@@ -36,7 +37,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--images", type=Path, required=True, help="folder or file")
     parser.add_argument("--topk", type=number_argument(int, least=1), default=5)
     parser.add_argument(
-        "--output", type=Path, help="file (default: printed); its suffix chooses the format"
+        "--output",
+        type=file_argument,
+        help="file (default: printed); its suffix chooses the format",
     )
     parser.add_argument("--folder", type=Path, help="folder for masks, with train=segmentation")
     parser.add_argument("--format", choices=["console", "csv", "json"])

@@ -91,6 +91,7 @@ from timm_parallel.machine.imports import import_name as import_name
 from timm_parallel.config.arguments import command_line as command_line
 from timm_parallel.config.arguments import number_argument as number_argument
 from timm_parallel.config.arguments import counts_argument as counts_argument
+from timm_parallel.config.arguments import file_argument as file_argument
 from timm_parallel.config.arguments import errors_in_one_line as errors_in_one_line
 from timm_parallel.machine.signals import exit_process as exit_process
 from timm_parallel.config.arguments import print_json as print_json

@@ -127,6 +127,16 @@ def counts_argument(text: str) -> list[int]:
     return [number_argument(int, least=1)(part) for part in text.split(",")]
 
 
+def file_argument(text: str) -> Path:
+    """Parse the path of a file that a script writes. Scripts use this function as an argparse type,
+    which refuses a folder before the script computes anything.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: is a folder; give the path of a file")
+    return path
+
+
 def parse_command_line(words: list[str]) -> Any:
     """Parse the arguments of train.py, e.g. `["model=tiny", "-m"]`, with Hydra's parser. Returns
     the argparse namespace. Raises ValueError for an option that does not exist.

@@ -191,6 +191,7 @@ def test_command_uses_srun_tasks_as_ranks(monkeypatch: pytest.MonkeyPatch, tmp_p
         (predict_script, ["run={empty}", "images={digits}"], r"no run folder|config\.yaml"),
         (predict_script, ["run={run}", "images={digits}", "format=xml"], r"'xml'.*csv.*json"),
         (predict_script, ["run={run}", "images={digits}", "output={image}"], r"one of the images"),
+        (predict_script, ["run={run}", "images={digits}", "output={empty}"], r"output: .*folder"),
         (predict_script, ["run={run}", "images={digits}", "weights=ema"], r"weights=ema"),
         (predict_script, ["run={run}", "images={digits}", "devices=2"], r"devices=2"),
         (predict_script, ["run={run}", "images={digits}", "checkpoint=nowhere.pt"], r"nowhere\.pt"),
