@@ -30,9 +30,6 @@ def main(argv: list[str]) -> int:
         "--page", type=file_argument, help="HTML file with thumbnails of problems and of each class"
     )
     arguments = parser.parse_intermixed_args(argv)
-    for option, path in (("output", arguments.output), ("page", arguments.page)):
-        if path is not None and path.is_dir():
-            raise ValueError(f"{option}={path}: is a folder; expected a file to write")
 
     from timm_parallel import (
         Task,

@@ -418,7 +418,7 @@ def test_check_data_finds_duplicate_images_in_a_synthetic_dataset(tmp_path: Path
     [
         (("data=folder", "data.root=/nowhere"), "data.root=/nowhere"),
         (("data=digits", "data.rot=/x"), "data.rot"),
-        (("data=digits", "output={folder}"), "output={folder}"),
+        (("data=digits", "output={folder}"), "{folder}"),
         (("-m", "data=digits"), "-m"),
     ],
 )
