@@ -174,9 +174,10 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Configura
         texts = [{key: _default(first[0], key) for key in keys}]
     else:
         texts = _swept_values(first, keys)
-    # The first setting of a tuning has the current values. The labels of the others show what they
-    # change.
-    current = texts[0] if first[0].is_of_tuning else {}
+    # Job 0 of a tuning has the current values. The labels of the others show what they change,
+    # unless no job with the current values has ended.
+    is_current = first[0].is_of_tuning and _sweep_order(first[0])[1] == 0
+    current = texts[0] if is_current else {}
     without_keys = (
         "the current settings"
         if current
