@@ -25,6 +25,7 @@ from timm_parallel.lab.analysis.settings import can_stop
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.report import compare
+from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.lab.sweep.points import Composer, Point, expand
 from timm_parallel.lab.sweep.sweep import (
     Sweep,
@@ -328,6 +329,21 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     assert [(job.name, job.seed) for job in again.jobs] == [
         (job.name, job.seed) for job in whole.jobs
     ]
+
+
+def test_report_of_a_sweep_that_was_stopped_in_its_first_repeats_advises_to_continue_it(
+    tmp_path: Path,
+) -> None:
+    folder = auto_sweep(tmp_path, "0.1,0.4")
+    jobs = read_jobs(folder)
+    for job in jobs.jobs:
+        if job.block < 2:
+            assert job.seed is not None
+            end(folder, job, ACCURACIES[rate_of(job)](job.seed - 42))
+    jobs.write()
+    [few] = compare([folder]).recommendations[0].findings
+    assert few.kind == "too_few_repeats"
+    assert "Continue the sweep for an answer." in sentence(few)
 
 
 def composed(word: str, command: Command, composer: Composer | None) -> str:
