@@ -25,6 +25,7 @@ from timm_parallel.lab.analysis.settings import can_stop
 from timm_parallel.lab.jobs.folders import write_job_folder
 from timm_parallel.lab.multirun import count_runs
 from timm_parallel.lab.report.report import compare
+from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.lab.sweep.points import Composer, Point, expand
 from timm_parallel.lab.sweep.sweep import (
     Sweep,
@@ -162,7 +163,7 @@ def auto_sweep(folder: Path, rates: str = "0.1,0.2,0.3,0.4", **changes: object) 
     return folder
 
 
-def end(folder: Path, job: Job, value: float | None) -> None:
+def end(folder: Path, job: Job, value: float | None, commit: str | None = None) -> None:
     """Write the config and the result of a job without training. None: its loss was not finite."""
     config = (folder / f"configs/{job.configuration}/config.yaml").read_text()
     (folder / job.folder / "config.yaml").write_text(
@@ -176,6 +177,7 @@ def end(folder: Path, job: Job, value: float | None) -> None:
         devices=1,
         metrics={"acc": {"lower_is_better": False, "is_proportion": True}},
         val={"acc": value} if value is not None else {},
+        commit=commit,
     )
     (folder / job.folder / "result.json").write_text(json.dumps(asdict(result)))
 
@@ -205,6 +207,21 @@ def rate_of(job: Job) -> float:
 
 def seeds_of(jobs: Jobs) -> dict[float, int]:
     return dict(sorted(Counter(rate_of(job) for job in jobs.jobs).items()))
+
+
+@pytest.mark.slow(seconds=3)
+def test_sweep_ends_at_its_largest_number_of_repeats_when_its_code_changes(tmp_path: Path) -> None:
+    folder = auto_sweep(tmp_path, "0.1,0.5", max_repeats=6)
+    while waiting := Sweep(jobs := read_jobs(folder)).waiting():
+        assert jobs.num_blocks <= 6
+        for job in waiting:
+            assert job.seed is not None
+            commit = "old" if job.block < 2 else "new"
+            end(folder, job, ACCURACIES[rate_of(job)](job.seed - 42), commit)
+        jobs.write()
+    assert seeds_of(jobs) == {0.1: 6, 0.5: 6}
+    # No repeat has the old code any more.
+    assert not any(group.undecided for group in compare([folder]).settings)
 
 
 def test_number_of_repeats_is_open_only_for_settings_that_are_compared_with_a_baseline() -> None:
@@ -312,6 +329,21 @@ def test_sweep_that_was_killed_in_a_repeat_adds_the_same_repeats_in_the_same_ord
     assert [(job.name, job.seed) for job in again.jobs] == [
         (job.name, job.seed) for job in whole.jobs
     ]
+
+
+def test_report_of_a_sweep_that_was_stopped_in_its_first_repeats_advises_to_continue_it(
+    tmp_path: Path,
+) -> None:
+    folder = auto_sweep(tmp_path, "0.1,0.4")
+    jobs = read_jobs(folder)
+    for job in jobs.jobs:
+        if job.block < 2:
+            assert job.seed is not None
+            end(folder, job, ACCURACIES[rate_of(job)](job.seed - 42))
+    jobs.write()
+    [few] = compare([folder]).recommendations[0].findings
+    assert few.kind == "too_few_repeats"
+    assert "Continue the sweep for an answer." in sentence(few)
 
 
 def composed(word: str, command: Command, composer: Composer | None) -> str:

@@ -111,6 +111,7 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         ("search.direction=minimize", "search.direction=minimize"),
         ("optim.lr=interval(-1,1)", "optim.lr"),
         ("train.epochs=interval(1,3)", r"int\(interval"),
+        ("optim.opt=adamw,nonsense", "no such optimizer$"),
         ("optim.lr=tag(log,foo,interval(0.1,1))", " foo;"),
         ("optim.lr=interval(0.2,0.1)", "optim.lr=interval"),
         ("optim.weight_decay=int(interval(0.1,0.9))", "single value 0"),

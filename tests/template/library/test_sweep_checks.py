@@ -273,6 +273,8 @@ def tuned(
             "sweep": {"tune": ["train.precision=bf16"], "smallest_difference": 0.03},
         }
         config["train"]["precision"] = overrides.get("train.precision", "fp32")
+        if not values:
+            sweep.row("experiment=tune", *text.split(), status="waiting")
         for block, speed in enumerate(values):
             sweep.add(
                 "single", 1, speed, block=block, config={**config, "seed": block}, flags=list(flags)
@@ -311,6 +313,16 @@ def test_tuning_report_recommends_the_fastest_settings_and_shows_their_command(
     assert labels == (", ".join(sorted(both.split())), "the current settings")
     assert "images/s is 1.50 × as high" in lead["sentence"]
     assert lead["value"] == pytest.approx(151.7, abs=0.1)
+
+
+@pytest.mark.usefixtures("without_plots")
+def test_tuning_report_names_no_current_settings_before_their_first_run_has_ended(
+    tmp_path: Path,
+) -> None:
+    bf16, channels_last = "train.precision=bf16", "model.channels_last=true"
+    lead = tuned(tmp_path / "sweep", {"": [], bf16: [150], channels_last: [110]})
+    few = findings(lead)["too_few_repeats"]
+    assert few["baseline"]["label"] == f"{bf16}, model.channels_last=false"
 
 
 @pytest.mark.usefixtures("without_plots")

@@ -176,6 +176,8 @@ class Group:
     level: float = LEVEL
     # Rules by which each comparison with the baseline ends. None if all are tested once, together.
     plan: Plan | None = None
+    # Number of repeats that the sweep may still add to these runs.
+    left: int = 0
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -282,16 +284,13 @@ class Group:
     @property
     def undecided(self) -> list[Configuration]:
         """Settings whose comparison with the baseline more repeats may decide."""
-        if self.plan is None or self.missing_baseline:
+        if self.plan is None or not self.left or self.missing_baseline:
             return []
-        plan, runs = self.plan, [run for s in self.members for run in (*s.runs, *s.lost)]
-        left = plan.limit - 1 - max(run.block for run in runs)
         return [
             self.named(e.a)
             for e, contrast in zip(self.of_pairs(self.metric), self.contrasts, strict=True)
-            if left > 0
-            and plan.answer(e, contrast) == NO_DIFFERENCE
-            and not plan.is_futile(e, left)
+            if self.plan.answer(e, contrast) == NO_DIFFERENCE
+            and not self.plan.is_futile(e, self.left)
             # A setting that is better, but whose runs diverge, is not recommended.
             and (e.n < FIRST or contrast.verdict != NOT_MEASURABLE)
         ]

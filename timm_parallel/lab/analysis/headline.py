@@ -278,6 +278,7 @@ def _none_better(group: Group) -> Recommendation:
             value=highest.mean,
             unit=group.scale.unit,
             lower_is_better=group.scale.lower_is_better,
+            adds_repeats=group.left > 0,
         )
         return Recommendation(group, (few,))
     if all(setting.values == baseline.values for setting in group.alive):

@@ -23,6 +23,7 @@ from timm_parallel.lab.analysis.runs import IMAGES_PER_SECOND, RunRecord, parse_
 from timm_parallel.lab.analysis.sequential import Plan
 from timm_parallel.lab.analysis.statistics import LEVEL, RATIO, Scale, scale_of
 from timm_parallel.machine.text import yaml_text
+from timm_parallel.record.result import UNFINISHED
 
 BLOCKS = ("seed", "data.fold")
 _NOT_SWEPT = (*BLOCKS, "sweep.", "hydra.", "hydra/", "debug", "print_config")
@@ -73,7 +74,8 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
             scale = RATIO if names[0] == IMAGES_PER_SECOND else scale_of(values, *names[3])
             groups.append(_group(title, names[0], scale, settings))
     plan = _plan(known, sum(len(group.members) - 1 for group in groups))
-    groups = [replace(group, plan=plan) for group in groups]
+    if plan is not None:
+        groups = [replace(group, plan=plan, left=_left(group, plan, known)) for group in groups]
     return sorted(groups, key=lambda group: -len(group.rows[group.metric]))
 
 
@@ -86,6 +88,17 @@ def _plan(runs: Iterable[RunRecord], comparisons: int) -> Plan | None:
             limit, smallest = run.config["sweep.max_repeats"], run.config.get("sweep.smallest")
             return Plan(limit, LEVEL / max(1, comparisons), smallest)
     return None
+
+
+def _left(group: Group, plan: Plan, known: Iterable[RunRecord]) -> int:
+    """Return the number of repeats that a sweep may still add to the runs of a group. It is 0 if
+    the last repeat is not in the group, because the code or the data changed before it.
+    """
+    of_group = [run for setting in group.members for run in (*setting.runs, *setting.lost)]
+    sweeps = {run.sweep for run in of_group}
+    ended = [run for run in known if run.sweep in sweeps and run.status not in UNFINISHED]
+    last = max(run.block for run in ended)
+    return max(0, plan.limit - 1 - last) if any(run.block == last for run in of_group) else 0
 
 
 def can_stop(configs: Iterable[Mapping[str, object]]) -> bool:
@@ -161,9 +174,10 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> tuple[Configura
         texts = [{key: _default(first[0], key) for key in keys}]
     else:
         texts = _swept_values(first, keys)
-    # The first setting of a tuning has the current values. The labels of the others show what they
-    # change.
-    current = texts[0] if first[0].is_of_tuning else {}
+    # Job 0 of a tuning has the current values. The labels of the others show what they change,
+    # unless no job with the current values has ended.
+    is_current = first[0].is_of_tuning and _sweep_order(first[0])[1] == 0
+    current = texts[0] if is_current else {}
     without_keys = (
         "the current settings"
         if current

@@ -216,9 +216,10 @@ def check_space(config: Config, base: DictConfig, space: list[Dimension]) -> lis
             for override in dimension.ends:
                 trial_point(base, [override], 0, is_complete=False)
         except ValueError as error:
+            is_real = isinstance(getattr(dimension.distribution, "low", None), float)
+            fix = "; for integers use int(interval(a,b))" if is_real else ""
             raise ValueError(
-                f"{dimension.name}={dimension.text}: a searched value is not valid: {error}; for "
-                "integers use int(interval(a,b))"
+                f"{dimension.name}={dimension.text}: a searched value is not valid: {error}{fix}"
             ) from error
     # The keys of the data come last, because the combinations differ in the last keys first.
     ends = [d.ends for d in sorted(space, key=lambda d: d.name.startswith("data."))]
