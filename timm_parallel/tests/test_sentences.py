@@ -70,6 +70,7 @@ SAMPLES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "keys": (["optim.lr", "seed"], ("optim.lr, seed",)),
     "most": (5, ("in common",)),
     "is_left": (True, ()),
+    "adds_repeats": (True, ("Continue the sweep",)),
     "measure": ("metric", ("metric",)),
     "base": (1500, ("1,500",)),
     "head": (2500, ("2,500",)),
