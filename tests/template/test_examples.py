@@ -123,11 +123,11 @@ def conf(tmp_path_factory: pytest.TempPathFactory, examples: Path) -> Path:
 
 
 def write_npz(path: Path) -> Path:
-    """Write gray images of two classes with the arrays of MedMNIST."""
+    """Write gray images of two classes with the arrays and the image size of MedMNIST."""
     draw, arrays = np.random.default_rng(0), {}
     for name, count in (("train", 160), ("val", 16), ("test", 8)):
         labels = np.arange(count)[:, None] % 2
-        noise = draw.integers(0, 100, (count, 32, 32))
+        noise = draw.integers(0, 100, (count, 28, 28))
         arrays[f"{name}_images"] = (noise + 150 * labels[..., None]).astype(np.uint8)
         arrays[f"{name}_labels"] = labels.astype(np.uint8)
     np.savez(path, allow_pickle=True, **arrays)
