@@ -1,7 +1,7 @@
 """Images and labels in one NumPy file, with the names that MedMNIST (https://medmnist.com/) uses.
 
     cp examples/npz.py src/data/
-    python train.py data.name=src.data.npz.Npz data.root=/data/medmnist.npz
+    python train.py data.name=src.data.npz.Npz data.image_size=null data.root=/data/medmnist.npz
 
 conf/data/npz.yaml with these keys turns this into `data=npz`.
 """

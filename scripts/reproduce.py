@@ -3,8 +3,8 @@
 
 The script trains the recorded commit, changed by code.diff, with the saved config on the same
 number of devices, in `<run>/reproduced`. It compares losses, metrics and the hash of the weights,
-and writes `<run>/certificate.json`. Exit code: 0 reproduced, 3 not reproduced, 2 a wrong argument,
-1 the repeated run failed.
+and writes `<run>/certificate.json`. Exit code: 0 reproduced, 3 not reproduced, 2 refused by this
+script or by train.py, 1 the repeated run failed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from timm.models import VisionTransformer
 from torch import Tensor
 from torchvision.transforms import v2
 
+import evaluate as evaluate_script
 from src.commands.evaluate import evaluate_config
 from src.commands.predict import predict
 from src.schema import DataConfig
@@ -122,11 +123,11 @@ def conf(tmp_path_factory: pytest.TempPathFactory, examples: Path) -> Path:
 
 
 def write_npz(path: Path) -> Path:
-    """Write gray images of two classes with the arrays of MedMNIST."""
+    """Write gray images of two classes with the arrays and the image size of MedMNIST."""
     draw, arrays = np.random.default_rng(0), {}
     for name, count in (("train", 160), ("val", 16), ("test", 8)):
         labels = np.arange(count)[:, None] % 2
-        noise = draw.integers(0, 100, (count, 32, 32))
+        noise = draw.integers(0, 100, (count, 28, 28))
         arrays[f"{name}_images"] = (noise + 150 * labels[..., None]).astype(np.uint8)
         arrays[f"{name}_labels"] = labels.astype(np.uint8)
     np.savez(path, allow_pickle=True, **arrays)
@@ -295,6 +296,18 @@ def test_evaluation_of_an_example_repeats_the_numbers_of_its_run(train: Any, exa
     measured = {name: value for name, value in last.items() if value is not None}
     assert measured == {name: pytest.approx(repeated[name], rel=1e-6) for name in measured}
     assert all(repeated[name] is None for name in last.keys() - measured.keys())
+
+
+@pytest.mark.processes
+@pytest.mark.slow(seconds=3)
+def test_evaluate_py_refuses_worst_in_one_line_when_a_task_has_no_loss_of_an_image(
+    train: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Its batches have boxes, and no target that a row of a table could contain.
+    run = train("detr", "single")
+    assert evaluate_script.main([f"run={run}", "worst=2", "parallel=single"]) == 2
+    err = capfd.readouterr().err
+    assert "worst: train.task=src.tasks.detr.Detr" in err and len(err.splitlines()) == 1
 
 
 def predicted(run: Path, split: Any, folder: Path) -> list[dict[str, Any]]:

@@ -149,7 +149,7 @@ def test_npz_dataset_returns_images_and_labels_and_refuses_a_different_image_siz
     data = dataset_class(DataConfig(root=str(path)))
     assert [len(split) for split in (data.train, data.val, data.test)] == [160, 16, 8]
     assert data.target_names == ["0", "1"]
-    assert (data.in_chans, data.image_size) == (1, 32)
+    assert (data.in_chans, data.image_size) == (1, 28)
     with np.load(path) as arrays:
         image, label = data.train[5]
         assert image.tolist() == [arrays["train_images"][5].tolist()]

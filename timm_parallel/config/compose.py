@@ -376,9 +376,13 @@ def _store_over(saved: Any) -> str:
 
 
 def _hydra(arguments: Any) -> Any:
+    from hydra import version
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_automatic_config_search_path
 
+    # The version that entry.py gives to hydra.main. Without it, Hydra warns about the .yml files
+    # below the folder of --config-path, such as those that scripts/reproduce.py copies into a run.
+    version.setbase("1.3")
     store_schema()
     for option, folder in (
         ("config-path", arguments.config_path),

@@ -205,10 +205,11 @@ def _header(cells: list[str], targets: Sequence[str]) -> list[str]:
     """
     names = [unicodedata.normalize("NFC", cell.strip()) for cell in cells]
     if missing := {"file", *targets} - set(names):
+        numbers = "; for numbers, name their columns: +data.kwargs.targets=[…]"
         # repr shows tabs, and bytes of another encoding.
         raise ValueError(
             f"no column {' and '.join(sorted(missing))}; expected columns separated by commas, in "
-            f"UTF-8; the file has {', '.join(names)!r}"
+            f"UTF-8; the file has {', '.join(names)!r}{numbers if 'label' in missing else ''}"
         )
     for name in (*COLUMNS, *targets):
         if names.count(name) > 1:

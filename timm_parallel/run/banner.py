@@ -73,10 +73,12 @@ def _formats(parts: RunParts) -> str:
 
 
 def _names(names: list[str]) -> str:
-    """Format the number of outputs and the names of the first ones.
+    """Format the number of outputs and the names of the first ones; "" if the dataset has no names.
 
     These names help a user to notice that the image folders were not read as intended.
     """
+    if not names:
+        return ""
     return f"{len(names)}: {shorten(', '.join(names), 80, placeholder=' …')}"
 
 

@@ -76,10 +76,11 @@ def evaluate(
             assert function is not None
             of_batch = function(task, outputs, batch)
             totals[function] = totals[function] + of_batch if function in totals else of_batch
-        if keep_rows:
-            rows.append(task.rows(outputs, batch))
+        # Keep first: a task without a loss of an image refuses here, and may have no rows either.
         if keep is not None:
             kept.append(keep(outputs, batch))
+        if keep_rows:
+            rows.append(task.rows(outputs, batch))
     if isinstance(networks, LockstepNetworks):
         networks.finish()
     liveness.at(COUNTING)

@@ -28,6 +28,8 @@ from timm_parallel.lab.analysis.statistics import (
     choose,
     decide,
     estimate,
+    mean_interval,
+    scale_of,
     summarize,
 )
 from timm_parallel.lab.report.sentences import effect_text, figure, sentence
@@ -55,6 +57,13 @@ def noisy(points: dict[str, float], blocks: int, seed: int, noise: float = 0.05)
         for block in range(blocks)
         for name, speed in points.items()
     ]
+
+
+@pytest.mark.parametrize(("values", "end"), [([0.94, 1, 1], 1), ([0, 0, 0.06], 0)])
+def test_interval_of_a_mean_proportion_ends_at_0_or_1(values: list[float], end: int) -> None:
+    # The difference that two images make would reach further.
+    ends = mean_interval(values, scale_of(values, is_proportion=True), rounding=2 / 30)
+    assert ends is not None and ends[end] == end and 0 <= ends[0] < ends[1] <= 1
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,15 @@ def test_targets_of_a_csv_are_read_as_text_and_refused_if_missing_or_repeated(
     assert training_size(config) == len(dataset.train)
 
 
+def test_csv_of_numbers_without_targets_is_refused_with_the_key_that_names_them(
+    flowers: Path,
+) -> None:
+    rows = [{"file": "daisy/0.jpg", "age": 3}]
+    config = DataConfig(name="csv", root=str(write_csv(flowers / "ages.csv", rows)))
+    with pytest.raises(ValueError, match=r"no column label; .*\+data\.kwargs\.targets="):
+        check_data(Config(data=config, train=TrainConfig(task="regression", loss="mse")))
+
+
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
 def test_csv_notes_files_that_have_several_lines_with_different_labels(
     flowers: Path, task: str

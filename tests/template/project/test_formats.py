@@ -12,7 +12,7 @@ import torch
 
 from src.models.build import build_model, is_convolutional
 from src.schema import TrainConfig
-from tests.template.runs import own, resolved, tiny, train_run
+from tests.template.runs import own, parts_of, resolved, tiny, train_run
 from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import load_config
 from timm_parallel.config.resolve import resolve
@@ -29,6 +29,7 @@ from timm_parallel.machine.hardware import CudaDevice, Driver
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import choose_precision
 from timm_parallel.record.result import Result, write_result
+from timm_parallel.run.banner import show_banner
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import in_ranks
 
@@ -130,6 +131,17 @@ def test_banner_and_config_have_the_precision_that_auto_chose(
     assert (config.train.precision, config.model.channels_last) == (precision, False)
     [line] = [line for line in caplog.messages if line.startswith("model ")]
     assert line.endswith(precision)
+
+
+@pytest.mark.parametrize(("names", "lines"), [(["a", "b"], ["classes      2: a, b"]), ([], [])])
+def test_banner_has_no_line_of_classes_when_the_dataset_has_no_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], lines: list[str]
+) -> None:
+    parts = parts_of(resolved(*RUN, "parallel=single"))
+    parts.task.names = names
+    with caplog.at_level("INFO", logger="timm_parallel"):
+        show_banner(parts, tmp_path)
+    assert [line for line in caplog.messages if line.startswith("classes")] == lines
 
 
 @pytest.mark.slow(seconds=2)

@@ -557,7 +557,7 @@ def mean_interval(
     Student's t on a scale such as the logarithm. Return None for fewer than two values.
 
     `rounding`: smallest difference that the measure can show. The interval extends at least that
-    far below and above the mean.
+    far below and above the mean, but not beyond 0 and 1 if the values are proportions.
     """
     shifts = np.array([scale.to(value) for value in values])
     if len(shifts) < 2:
@@ -567,9 +567,9 @@ def mean_interval(
         len(shifts)
     )
     mean = scale.back(middle)
-    return min(scale.back(middle - reach), mean - rounding), max(
-        scale.back(middle + reach), mean + rounding
-    )
+    low = min(scale.back(middle - reach), mean - rounding)
+    high = max(scale.back(middle + reach), mean + rounding)
+    return (max(low, 0.0), min(high, 1.0)) if scale.is_proportion else (low, high)
 
 
 def choose(
