@@ -618,10 +618,10 @@ class OptimConfig(timm_parallel.OptimConfig):
             is_own_class(self.opt) and getattr(import_name(self.opt), "works_on_parts", False)
         )
         if not works_on_parts:
-            yield (
-                f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; use one of "
-                f"{', '.join(OPTIMIZERS_OF_PARTS)}"
-            )
+            fix = f"use one of {', '.join(OPTIMIZERS_OF_PARTS)}"
+            if is_own_class(self.opt):
+                fix = f"set works_on_parts = True in it if it updates each number alone, or {fix}"
+            yield f"optim.opt={self.opt}: needs whole tensors, but parallel={strategy}; {fix}"
         if self.clip_mode == "agc":
             yield (
                 f"optim.clip_mode=agc: needs whole tensors, but parallel={strategy}; use norm or "
