@@ -47,6 +47,9 @@ def build_dataset(
     more = {name: value for name, value in context.items() if name in accepted}
     with refuse_wrong_arguments("data.kwargs", config.kwargs, config.name):
         dataset = cast(ImageDataset, dataset_class(config, **more, **config.kwargs))
+    # A dataset of the project may have its names in a tuple, which equals no list of a checkpoint.
+    if not isinstance(dataset.target_names, list):
+        dataset.target_names = list(dataset.target_names)
     if others := [repr(name) for name in dataset.target_names if not isinstance(name, str)]:
         raise ValueError(
             f"data.name={config.name}: target_names has {first(others)}; expected text: convert "

@@ -148,10 +148,8 @@ def check_classes(dataset: ImageDataset, trained: list[str], owner: str) -> None
     """Raise ValueError if the class names of a dataset differ from those of trained weights, or are
     in another order. `owner`: the run or checkpoint with the weights, for the message.
     """
-    # A dataset of the project may have its names in another sequence, such as a tuple.
-    names = list(dataset.target_names)
-    if trained != names:
-        difference = class_difference(trained, names)
+    if trained != dataset.target_names:
+        difference = class_difference(trained, dataset.target_names)
         raise ValueError(
             f"data: the class names are not those of {owner} ({difference}), so labels would mean "
             "other classes; use data with the same classes, or start a new run"

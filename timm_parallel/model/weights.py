@@ -7,7 +7,6 @@ import json
 import shlex
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ LIGHTNING_PREFIXES = ("model.", "net.")
 def load_weights(
     model: nn.Module,
     path: Path,
-    target_names: Sequence[str],
+    target_names: list[str],
     for_evaluation: bool = False,
     strict: bool = True,
     sorted_names: bool = True,
@@ -65,7 +64,6 @@ def load_weights(
     adapted to the number of channels. The whole head keeps its random values if a tensor of it does
     not fit, or if the file's classes are not those of the data.
     """
-    target_names = list(target_names)
     contents, own, head = _read(path), model.state_dict(), head_names(model)
     tensors, label = _tensors(path, contents, set(own))
     if not for_evaluation:

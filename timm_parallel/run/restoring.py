@@ -48,7 +48,7 @@ def checkpoint_of(parts: RunParts, segments: list[dict[str, Any]]) -> dict[str, 
     )
     return {
         **contents,
-        "classes": list(parts.dataset.target_names),
+        "classes": parts.dataset.target_names,
         "preprocessing": dataclasses.asdict(parts.preprocessing),
         "made_by": {
             "strategy": parts.config.parallel.strategy,

@@ -417,11 +417,12 @@ def test_class_names_of_a_dataset_that_are_not_text_are_refused(
         build_dataset(DataConfig(name="digits", image_size=8))
 
 
-def test_class_names_are_compared_in_any_sequence_and_in_order(
+def test_class_names_of_a_dataset_in_a_tuple_become_a_list_and_are_compared_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Digits, "target_names", ("0", "1"))
     dataset = build_dataset(DataConfig(name="digits", image_size=8))
+    assert dataset.target_names == ["0", "1"]
     check_classes(dataset, ["0", "1"], "the checkpoint")
     with pytest.raises(ValueError, match=r"the checkpoint .*the same names in another order"):
         check_classes(dataset, ["1", "0"], "the checkpoint")

@@ -394,8 +394,7 @@ def test_head_is_fresh_in_training_and_refused_in_evaluation_when_class_order_is
     path, state = tmp_path / "last.pth", model(num_classes=3, seed=1).state_dict()
     torch.save({"state_dict": state, **more}, path)
     fresh = model(num_classes=3, seed=2)
-    # A dataset of the project may have its names in a tuple.
-    line = load_weights(fresh, path, tuple(MIXED))
+    line = load_weights(fresh, path, MIXED)
     assert torch.equal(head_of(fresh), head_of(model(num_classes=3, seed=2)))
     assert "the head is fresh" in line and is_equal(fresh, state, but="head")
     with pytest.raises(ValueError, match=rf"^model\.weights={path}: .*class_to_idx"):
