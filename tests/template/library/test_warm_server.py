@@ -311,7 +311,6 @@ def test_forked_rank_skips_the_exit_handlers_of_a_tracker_that_has_failed(
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.nightly
 def test_warm_server_reads_exit_codes_of_jobs_when_its_sweep_ignores_the_signal_of_ended_children(
     tmp_path: Path, server: WarmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
