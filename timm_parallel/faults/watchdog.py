@@ -316,7 +316,7 @@ class Watchdog:
         """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
         block for minutes. `lost`: last heartbeat of the node.
         """
-        reason = f"{lost.node_and_rank} sends no heartbeat any more, last seen in {lost}"
+        reason = f"{lost.node_and_rank} has stopped sending heartbeats, last seen in {lost}"
         # Exit in `finally`, because writing the log fails if the disk is full.
         try:
             self._log_stacks(reason)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # Node 0 waits for an earlier attempt of the job, and the other nodes wait for node 0. Node 0 gives
 # up this many seconds before the other nodes do.
 LEAVE_FIRST_SECONDS = 60.0
-# Seconds for the launcher of another node to report a rank that was killed. It does so when all
-# ranks of its node have exited, of which the first waits as long as the first rank of node 0.
+# Seconds that node 0 waits for the launcher of another node to report a killed rank. That launcher
+# reports when all ranks of its node have exited, at about the same time as those of node 0.
 REPORT_SECONDS = 4.0
 
 

@@ -76,7 +76,8 @@ def evaluate(
             assert function is not None
             of_batch = function(task, outputs, batch)
             totals[function] = totals[function] + of_batch if function in totals else of_batch
-        # Keep first: a task without a loss of an image refuses here, and may have no rows either.
+        # Call `keep` first, because it refuses a task without a loss per image, which may have no
+        # rows either.
         if keep is not None:
             kept.append(keep(outputs, batch))
         if keep_rows:
