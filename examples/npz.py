@@ -6,6 +6,7 @@
 conf/data/npz.yaml with these keys turns this into `data=npz`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ class Npz(ImageDataset):
     """
 
     def __init__(self, config: DataConfig) -> None:
-        with np.load(str(config.root)) as arrays:
+        if config.root is None or not Path(config.root).is_file():
+            raise ValueError(f"data.root={config.root}: expected a .npz file")
+        with np.load(config.root) as arrays:
             names = [name for name in ("train", "val", "test") if f"{name}_images" in arrays]
             splits = {name: self._split(arrays, name) for name in names}
         self.train, self.val, self.test = splits["train"], splits["val"], splits.get("test")

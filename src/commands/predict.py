@@ -121,7 +121,7 @@ def _loader(
     if channels not in (1, 3):
         raise ValueError(
             f"run={trained.run}: the model reads images with {channels} channels, and this command "
-            "gray and RGB files only; use evaluate.py predictions=<file> with a dataset of your own"
+            "gray and RGB files only; use evaluate.py with a dataset of your own"
         )
     mode = "L" if channels == 1 else "RGB"
     preprocessing = trained.preprocessing
@@ -152,7 +152,7 @@ def _predict(
             raise
         raise ValueError(
             f"run={trained.run}: its task reads the field {error.name!r} of a batch, but image "
-            "files have none; use evaluate.py with predictions=<file>"
+            "files have none; use evaluate.py"
         ) from error
     # A comparison with NaN is false. A score of minus infinity excludes a class.
     are_finite = torch.stack(

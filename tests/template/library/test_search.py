@@ -117,6 +117,7 @@ def test_command_line_overrides_of_a_search_add_change_and_remove_searched_keys(
         ("optim.weight_decay=int(interval(0.1,0.9))", "single value 0"),
         ("model=tiny,resnet18", "group"),
         ("model=glob(*)", "group"),
+        ("+search.params.optim.lr=glob(*)", "optim.lr=glob"),
         ("hydra.run.dir=a,b", "hydra.run.dir"),
         ("search.sampler=grid", "search.sampler=grid"),
         ("search.sampler=gird", "search.sampler=gird"),

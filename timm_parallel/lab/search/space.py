@@ -133,11 +133,17 @@ def _dimension(override: Any) -> Dimension:
     """Convert an override in Hydra's sweep syntax to a Dimension. Raises ValueError if its values
     are not valid for a search.
     """
+    from hydra.core.override_parser.types import Glob
+
     sweep, written = override.value(), str(override.input_line)
     key, _, text = written.partition("=")
+    if isinstance(sweep, Glob):
+        raise ValueError(
+            f"{written}: a glob names options of a config group, which cannot be searched; use "
+            f"{SWEPT}"
+        )
     allowed = TAGS if override.is_interval_sweep() else ()
-    # The options of `glob(*)` have no tags.
-    if unknown := set(getattr(sweep, "tags", ())).difference(allowed):
+    if unknown := set(sweep.tags).difference(allowed):
         raise ValueError(
             f"{written}: unknown tag {', '.join(sorted(unknown))}; expected tags of interval(a,b): "
             f"{', '.join(TAGS)}"
