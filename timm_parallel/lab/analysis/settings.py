@@ -81,13 +81,16 @@ def setting_groups(runs: Iterable[RunRecord]) -> list[Group]:
 
 def _plan(runs: Iterable[RunRecord], comparisons: int) -> Plan | None:
     """Return the rules by which the comparisons of a sweep with sweep.repeats=auto end: each has an
-    equal share of the error rate (Bonferroni). Return None for any other sweep.
+    equal share of the error rate (Bonferroni). Return None for any other sweep. Of several sweeps,
+    the largest limit counts, because it is spent most slowly.
     """
-    for run in runs:
-        if run.block and run.config.get("sweep.repeats") == "auto":
-            limit, smallest = run.config["sweep.max_repeats"], run.config.get("sweep.smallest")
-            return Plan(limit, LEVEL / max(1, comparisons), smallest)
-    return None
+    configs = [
+        run.config for run in runs if run.block and run.config.get("sweep.repeats") == "auto"
+    ]
+    if not configs:
+        return None
+    limit = max(config["sweep.max_repeats"] for config in configs)
+    return Plan(limit, LEVEL / max(1, comparisons), configs[0].get("sweep.smallest"))
 
 
 def _left(group: Group, plan: Plan, known: Iterable[RunRecord]) -> int:

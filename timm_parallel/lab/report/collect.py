@@ -29,14 +29,14 @@ SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def collect(folders: Sequence[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
     folder is neither a run nor a sweep, or if it cannot be read.
+
+    `folders`: real paths, each given once.
     """
-    # Unlike Path.resolve, realpath raises no error for a link that leads back to itself.
-    unique = [Path(name) for name in dict.fromkeys(map(os.path.realpath, folders))]
-    root = Path(os.path.commonpath(unique))
+    root = Path(os.path.commonpath(folders))
     runs: dict[str, RunRecord] = {}
     # Read sweeps first. A run that is also given as a folder then counts once, as a job of its
     # sweep.
-    for folder in sorted(unique, key=lambda folder: not (folder / "jobs.json").is_file()):
+    for folder in sorted(folders, key=lambda folder: not (folder / "jobs.json").is_file()):
         try:
             for run in _read_folder(folder, root):
                 runs.setdefault(os.path.realpath(run.folder), run)

@@ -258,6 +258,8 @@ def compare(folders: Sequence[Path]) -> Report:
     """Read sweep folders and run folders, group and compare the runs, and return the contents of
     the report. Raises ValueError if a folder cannot be read.
     """
+    # Unlike Path.resolve, realpath raises no error for a link that leads back to itself.
+    folders = [Path(name) for name in dict.fromkeys(map(os.path.realpath, folders))]
     runs = collect(folders)
     # If the sweeps set different values of sweep.smallest_difference, use the largest.
     limits = (as_number(run.config.get("sweep.smallest_difference")) for run in runs)

@@ -163,10 +163,9 @@ class Sweep(Runner):
 def count_repeats(points: list[Point], settings: SweepConfig) -> tuple[int, int]:
     """Return the smallest and the largest number of repeats. They differ if the sweep stops by
     itself: with sweep.repeats=auto and a baseline, repeats are added until each comparison with it
-    is decided. The jobs of a cluster are submitted all at once, so they have one repeat.
+    is decided.
     """
-    is_local = points[0].config.cluster.scheduler == "local"
-    if settings.repeats == "auto" and settings.baseline is not None and is_local:
+    if settings.repeats == "auto" and settings.baseline is not None:
         # Import these modules only if sweep.baseline is set, because the import is slow.
         from timm_parallel.lab.analysis.sequential import FIRST
         from timm_parallel.lab.analysis.settings import can_stop
@@ -184,12 +183,6 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
     """Raise ValueError if a sweep with repeats also varies the seed, if sweep.baseline matches no
     configuration, or if a cluster is asked to add repeats.
     """
-    scheduler = points[0].config.cluster.scheduler
-    if "sweep.repeats=auto" in points[0].overrides and scheduler != "local":
-        raise ValueError(
-            f"sweep.repeats=auto: cluster={scheduler} submits all jobs at once, so it cannot add "
-            "repeats; give a number"
-        )
     if settings.num_repeats != 1 and len({point.config.seed for point in points}) > 1:
         raise ValueError(
             f"sweep.repeats={settings.repeats}: each repeat gets its own seed, but the sweep also "
@@ -200,6 +193,13 @@ def check_blocks(points: list[Point], settings: SweepConfig) -> None:
 
         given = [point.overrides for point in points]
         check_baseline(settings.baseline, given, [_values(point) for point in points])
+        least, most = count_repeats(points, settings)
+        scheduler = points[0].config.cluster.scheduler
+        if least != most and scheduler != "local":
+            raise ValueError(
+                f"sweep.repeats=auto: cluster={scheduler} submits all jobs at once, so it cannot "
+                "add repeats; give a number"
+            )
 
 
 def freeze_jobs(
