@@ -21,13 +21,16 @@ from src.schema import AugmentConfig, Config
 from tests.template.runs import ROOT, resolved, run_python
 from timm_parallel.config.compose import compose_command, plain_config
 from timm_parallel.config.resolve import resolve
+from timm_parallel.data import decode
+from timm_parallel.data.decode import Files
 from timm_parallel.keys import SweepConfig, leaves
 from timm_parallel.lab.multirun import show_points
 from timm_parallel.lab.sweep.board import Board
 from timm_parallel.lab.sweep.points import Point
 from timm_parallel.machine import hardware
 from timm_parallel.record.console import print_config
-from timm_parallel.record.result import Jobs
+from timm_parallel.record.result import Jobs, Result
+from timm_parallel.run.banner import describe_wait
 from timm_parallel.run.run_result import speed_without_wait
 from timm_parallel.testing.configs import parse
 from timm_parallel.testing.ranks import RANK_VARIABLES
@@ -150,6 +153,50 @@ def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
     assert speed_without_wait(400.0, ranks) == pytest.approx(1000)
     assert speed_without_wait(None, [{"data_ms": None, "step_ms": None}]) is None
     assert speed_without_wait(50.0, [{"data_ms": 8.0, "step_ms": 8.0}]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "codec", "named", "unnamed"),
+    [
+        ("files", 2, False, ["data.workers=6", "torchcodec"], ["data.augment"]),
+        ("files", 6, True, ["image files"], ["data.workers", "torchcodec"]),
+        ("transformed", 1, True, ["data.workers=6", "data.augment"], ["torchcodec", "files"]),
+        ("gathered", 0, False, [], ["data.", "torchcodec", "files"]),
+    ],
+)
+def test_wait_for_data_is_told_with_the_keys_that_apply_if_a_gpu_waits_a_tenth_of_the_time(
+    kind: str,
+    workers: int,
+    codec: bool,
+    named: list[str],
+    unnamed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 12)
+    monkeypatch.setattr(decode, "find_jpeg_decoder", lambda: print if codec else None)
+    fetcher = SimpleNamespace(
+        split=Files([(Path("a.jpg"), 0)]) if kind == "files" else None,
+        gathers=kind == "gathered",
+        in_memory=None if kind == "files" else "rows",
+    )
+    device = SimpleNamespace(type="cuda")
+    parts: Any = SimpleNamespace(
+        strategy=SimpleNamespace(device=device, group=SimpleNamespace(local_world_size=2)),
+        train_loader=SimpleNamespace(fetcher=fetcher, num_workers=workers),
+    )
+
+    def told(without: float | None) -> str | None:
+        speed = {"images_per_sec": 800.0}
+        result = Result("done", throughput=speed, images_per_sec_without_wait=without)
+        return describe_wait(parts, result)
+
+    line = told(1000.0)
+    assert line is not None and "20%" in line
+    assert all(text in line for text in named) and not any(text in line for text in unnamed), line
+    assert told(880.0) is None and told(None) is None
+    # On a CPU, loading and training share the cores.
+    device.type = "cpu"
+    assert told(1000.0) is None
 
 
 def test_console_prints_brackets_literally_instead_of_as_rich_markup(
