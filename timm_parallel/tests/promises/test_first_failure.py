@@ -234,6 +234,17 @@ def test_failure_reason_in_the_torch_store_is_not_replaced_by_an_exit_code(
     assert [record["reason"] for record in published_failures(store, 2)] == ["the disk is full"]
 
 
+def test_failure_record_in_the_torch_store_contains_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher prints the record from the store if the disk is full."""
+    monkeypatch.setenv("API_TOKEN", "correct-horse-battery")
+    store = HashStore()
+    publish_failure(store, record_of(0, tmp_path, "no access with correct-horse-battery"))
+    [record] = published_failures(store, 1)
+    assert record["reason"] == "no access with ${oc.env:API_TOKEN}"
+
+
 @pytest.mark.parametrize(
     ("codes", "stopped_by"),
     [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)],
