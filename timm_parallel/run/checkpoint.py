@@ -34,7 +34,6 @@ from timm_parallel.parallel.networks import LOSS
 from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
 
 log = logging.getLogger(__name__)
-FORMAT = CHECKPOINT_FORMAT
 
 
 def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
@@ -44,12 +43,12 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
     `keep` files `step_N.pt` are deleted.
     """
     newest, last = folder / f"step_{step}.pt", folder / "last.pt"
-    whole = {"format": FORMAT, **_on_cpu(contents)}
+    whole = {"format": CHECKPOINT_FORMAT, **_on_cpu(contents)}
     try:
         # Do not create parent folders, because the user may have deleted the run folder.
         folder.mkdir(exist_ok=True)
         write_whole(newest, lambda temporary: torch.save(whole, temporary))
-        summary = {"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}
+        summary = {"format": CHECKPOINT_FORMAT, "sha256": _checksum(newest), **_summary(contents)}
         sidecar = json.dumps(summary, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
         for path in (last, folder / "best.pt") if is_best else (last,):
@@ -117,10 +116,10 @@ def load(path: Path) -> dict[str, Any]:
         )
     if contents["format"] == 2:
         contents = from_format_2(contents)
-    if contents["format"] != FORMAT:
+    if contents["format"] != CHECKPOINT_FORMAT:
         raise UnknownFormatError(
-            f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
-            "the code that wrote the file"
+            f"{path}: the checkpoint has the format {contents['format']}, expected "
+            f"{CHECKPOINT_FORMAT}; use the code that wrote the file"
         )
     _check_finite(path, contents)
     return contents
@@ -139,7 +138,7 @@ def from_format_2(contents: dict[str, Any]) -> dict[str, Any]:
     def renamed(name: str) -> str:
         return name.removeprefix("train_step.").replace("criterion.", f"{LOSS}.", 1)
 
-    converted = {**rest, "format": FORMAT, "averages": {}, "networks": {}}
+    converted = {**rest, "format": CHECKPOINT_FORMAT, "averages": {}, "networks": {}}
     if contents.get("ema") is not None:
         converted["averages"] = {"ema": contents["ema"]}
     if contents.get("train_step"):
