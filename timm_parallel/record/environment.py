@@ -128,7 +128,7 @@ DIFF = (
 UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
-def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = None) -> None:
+def write_code_diff(folder: Path, dirty: bool | None) -> None:
     """Write `code.diff` into a run folder if the code has uncommitted changes, else delete an older
     one.
 
@@ -140,17 +140,16 @@ def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = Non
     if dirty:
         # Put the names of untracked files first, because `git apply` ignores lines before the first
         # diff.
-        project = project or root()
-        names = output_of("git", "-C", str(project), *UNTRACKED) or ""
+        names = output_of("git", "-C", str(root()), *UNTRACKED) or ""
         untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
-        write_text(path, mask_code(untracked + _diff(project)))
+        write_text(path, mask_code(untracked + _diff()))
 
 
-def _diff(root: Path) -> str:
+def _diff() -> str:
     """Return the output of `git diff HEAD`, cut to LARGEST bytes and ended by a line that
     says so.
     """
-    command = ("git", "-C", str(root), *DIFF)
+    command = ("git", "-C", str(root()), *DIFF)
     try:
         output = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True).stdout
         if len(output) <= LARGEST:
