@@ -266,9 +266,6 @@ class StepHooks:
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
         self.meter, self.stop = meter, stop
 
-    def start_step(self, step: int) -> None:
-        liveness.step = step
-
     def at(self, phase: int) -> None:
         """Report that a phase of the step starts: READING (waiting for a batch), FORWARD or
         BACKWARD.

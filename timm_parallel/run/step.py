@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
-from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING, liveness
 from timm_parallel.machine.seeds import seed_for
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
@@ -159,7 +159,7 @@ class Step:
         is_first = parts.progress.step_in_epoch == 0
         self._frozen = parts.state.phases[0].step.frozen
         self._written = write_counts(self._frozen) if is_first else None
-        parts.hooks.start_step(self.number)
+        liveness.step = self.number
         self._seed()
 
     def train(self) -> dict[str, float | None]:
@@ -274,7 +274,7 @@ class Step:
             each.optimizer.zero_grad(set_to_none=True)
         self._backward[phase] = 0
         self._updated.append(phase)
-        if len(self._updated) == len(self._phases):
+        if self._is_done:
             self._finish()
         return self._numbers
 
