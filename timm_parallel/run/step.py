@@ -335,10 +335,6 @@ class Step:
         """
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         self._strategy.after_step(self.number)
-        rates = {
-            name: max(float(group["lr"]) for group in phase.optimizer.param_groups)
-            for name, phase in self._phases.items()
-        }
         # Average after the strategy's own update, which may change weights, so that all ranks
         # average equal weights.
         for average, source in state.averages.values():
@@ -354,14 +350,15 @@ class Step:
         if self.is_logged or self._stops:
             means = self._window.fetch(self._strategy.group, self.is_logged)
             parts.hooks.meter.synchronized()
-        for phase in self._phases.values():
-            phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
         self._numbers = {f"train/{name}": mean for name, mean in means.items()}
         # There are norms only at a logged step.
         for name, norm in self._norms.items():
             suffix = "" if len(self._phases) == 1 else f"_{name}"
-            self._numbers[f"lr{suffix}"] = rates[name]
+            groups = self._phases[name].optimizer.param_groups
+            self._numbers[f"lr{suffix}"] = max(float(group["lr"]) for group in groups)
             self._numbers[f"train/grad_norm{suffix}"] = norm.item()
+        for phase in self._phases.values():
+            phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
 
     @property
     def _is_done(self) -> bool:
