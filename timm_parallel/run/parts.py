@@ -58,6 +58,7 @@ class Phase:
     parameters: dict[str, nn.Parameter]
     learning: Learning
     scaler: torch.amp.GradScaler | None
+    communication: Communication
 
     @property
     def optimizer(self) -> Optimizer:
@@ -217,7 +218,11 @@ def build_state(
                 "several times in a step, which the scale of gradients does not allow; use bf16"
             )
         scaler = torch.amp.GradScaler(strategy.device.type) if precision == "fp16" else None
-        state.phases.append(Phase(name, step, wrapped, parameters, learning, scaler))
+        state.phases.append(
+            Phase(
+                name, step, wrapped, parameters, learning, scaler, strategy.communication(wrapped)
+            )
+        )
     for phase in state.phases:
         check_is_complete(phase.optimizer, phase.parameters)
     return state
@@ -326,8 +331,6 @@ class RunParts:
     mixing: Any
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
     steps_per_epoch: int
-    # That of each phase.
-    communication: list[Communication]
     telemetry: Telemetry
     hooks: StepHooks
 

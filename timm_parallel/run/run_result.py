@@ -226,8 +226,9 @@ def _communicated(parts: RunParts) -> tuple[float, float] | None:
     """Return the seconds of communication in a step of this rank, and the part of them that does
     not overlap with computing, over all phases. None if a strategy cannot measure them.
     """
-    pairs = [pair for each in parts.communication if (pair := each.seconds()) is not None]
-    if len(pairs) < len(parts.communication):
+    phases = parts.state.phases
+    pairs = [pair for phase in phases if (pair := phase.communication.seconds()) is not None]
+    if len(pairs) < len(phases):
         return None
     return sum(whole for whole, _ in pairs), sum(exposed for _, exposed in pairs)
 
@@ -238,10 +239,7 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
     `seconds`: one pair per rank: seconds of all communication, and the part of them that does not
     overlap with computing.
     """
-    sent = [
-        communication.bytes(phase.parameters.values())
-        for communication, phase in zip(parts.communication, parts.state.phases, strict=True)
-    ]
+    sent = [phase.communication.bytes(phase.parameters.values()) for phase in parts.state.phases]
     # Take the minimum over the ranks, because the time of each other rank includes waiting for the
     # slowest rank.
     return {
