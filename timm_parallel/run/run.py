@@ -33,11 +33,11 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder, grid_of
 from timm_parallel.record.result import write_result
 from timm_parallel.run import checkpoint, restoring
-from timm_parallel.run.banner import describe_wait, show_banner, show_end
+from timm_parallel.run.banner import describe_segments, show_banner, show_end
 from timm_parallel.run.evaluation import Evaluation, evaluate
 from timm_parallel.run.parts import RunParts, evaluation_networks
 from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.run.run_result import describe_segments, make_result, new_segment
+from timm_parallel.run.run_result import make_result, new_segment
 from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 
@@ -487,14 +487,7 @@ class Training:
         views = self._recorder.end(result)
         if group.is_first:
             write_result(self._folder, result)
-            show_end(
-                self._config,
-                self._folder,
-                result,
-                describe_segments(self._segments),
-                views,
-                describe_wait(parts, result),
-            )
+            show_end(parts, self._folder, result, views)
         self._recorder.close()
         group.barrier()
         group.close()
