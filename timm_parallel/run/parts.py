@@ -355,8 +355,7 @@ def evaluation_networks(
     """Return the networks and averages of a task as an evaluation calls them: in the precision of
     the config, and in the wrapper of the strategy.
     """
-    by_name = dict(networks.items())
-    return strategy.for_evaluation(autocast(by_name, strategy.device, config.train.precision))
+    return strategy.for_evaluation(autocast(networks, strategy.device, config.train.precision))
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:
