@@ -22,7 +22,7 @@ from timm_parallel.model.checks import check_is_complete
 from timm_parallel.model.flops import count_flops
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
-from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
+from timm_parallel.parallel.strategy import Communication, Strategy
 from timm_parallel.run.meter import StepHooks
 from timm_parallel.run.progress import Progress
 from timm_parallel.run.telemetry import Telemetry
@@ -380,11 +380,11 @@ def plain_config(parts: RunParts) -> dict[str, Any]:
     return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
 
 
-def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
+def parameter_names(optimizer: Optimizer, state: TrainState) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of their numbers in its state
     dict.
     """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in state.named_parameters()}
     return [
         name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
     ]

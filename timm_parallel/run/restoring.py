@@ -24,7 +24,7 @@ from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.group import ProcessGroup, buffers_by_rank, restore_buffers
 from timm_parallel.parallel.networks import LOSS, Networks
-from timm_parallel.parallel.strategy import HasParameters, Strategy, part, whole
+from timm_parallel.parallel.strategy import Strategy, part, whole
 from timm_parallel.run.parts import (
     RunParts,
     TrainState,
@@ -122,12 +122,12 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
     return unsharded.cpu() if strategy.group.is_first else torch.empty(0)
 
 
-def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, train_state: TrainState) -> dict[str, Any]:
     """Build the state dict of an optimizer, with the names of parameters instead of their numbers.
 
     The key `kind` holds the class name of the optimizer.
     """
-    names, state = parameter_names(optimizer, model), optimizer.state_dict()
+    names, state = parameter_names(optimizer, train_state), optimizer.state_dict()
     return {
         "kind": type(optimizer).__name__,
         "state": {names[index]: values for index, values in state["state"].items()},
@@ -367,7 +367,7 @@ def restore_optimizer(optimizer: Optimizer, train_state: TrainState, saved: dict
     Hyperparameters keep the values of the config. If the checkpoint has the state of another
     optimizer, the optimizer starts with new state.
     """
-    names, kind = parameter_names(optimizer, model), type(optimizer).__name__
+    names, kind = parameter_names(optimizer, train_state), type(optimizer).__name__
     if saved["kind"] != kind:
         log.info(
             "resume: optimizer %s -> %s: the saved state does not fit, so it starts with new state",
