@@ -6,7 +6,6 @@ torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from timm_parallel.keys import Config
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import mask_code
+from timm_parallel.record.result import read_object
 
 # Files that an attempt of a run writes until its end. Slurm writes logs/slurm.log before the next
 # attempt starts, so that file is not among them.
@@ -65,15 +65,8 @@ def environment_facts(config: Config) -> dict[str, Any]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Read environment.json of a run folder.
-
-    Returns an empty dictionary if the file cannot be read, for example on a node that does not see
-    it.
-    """
-    try:
-        return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+    """Read environment.json of a run folder. Returns an empty dictionary if it cannot be read."""
+    return read_object(folder / "environment.json")
 
 
 def run_seconds(folder: Path, until: float | None = None) -> float:

@@ -19,7 +19,6 @@ import os
 import shutil
 import traceback
 import zipfile
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +30,13 @@ from torch.utils._pytree import tree_map_only
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
 from timm_parallel.parallel.networks import LOSS
-from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
+from timm_parallel.record.result import (
+    CHECKPOINT_FORMAT,
+    check_format,
+    read_object,
+    read_result,
+    read_status,
+)
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +187,8 @@ def _verify(path: Path) -> None:
     # Accept the checksum in the .json file of any checkpoint, because last.pt and last.json cannot
     # be replaced at the same moment. The .json file of step_N.pt, to which last.pt is linked, is
     # written before.
-    known = set()
-    for sidecar in path.parent.glob("*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known.add(json.loads(sidecar.read_text(encoding="utf-8"))["sha256"])
+    sidecars = [read_object(sidecar) for sidecar in path.parent.glob("*.json")]
+    known = [values["sha256"] for values in sidecars if "sha256" in values]
     if known:
         if _checksum(path) not in known:
             raise ValueError("the checkpoint does not match the checksum in its .json file")
