@@ -181,11 +181,6 @@ class Step:
         """Yield the train.accumulate batches of the step. They are read once, also if this function
         is called for several phases.
         """
-        keeps = (
-            self._has_weight
-            or len(self._phases) > 1
-            or any(map(needs_closure, self._phases.values()))
-        )
         if self._has_weight and not self._read:
             self._read = [self._fetch() for _ in range(self._accumulate)]
             weights = [torch.as_tensor(self.parts.task.weight(batch)) for batch in self._read]
@@ -196,6 +191,7 @@ class Step:
         if self._read:
             yield from self._read
             return
+        keeps = len(self._phases) > 1 or any(map(needs_closure, self._phases.values()))
         for _ in range(self._accumulate):
             batch = self._fetch()
             yield batch
