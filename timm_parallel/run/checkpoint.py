@@ -41,8 +41,8 @@ from timm_parallel.record.result import (
 log = logging.getLogger(__name__)
 
 
-def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
-    """Write the checkpoint of step N as `step_N.pt`, and return the path of last.pt.
+def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> None:
+    """Write the checkpoint of step N as `step_N.pt`.
 
     last.pt becomes a link to the new file, and best.pt too if `is_best`. Then all but the newest
     `keep` files `step_N.pt` are deleted.
@@ -85,7 +85,6 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
         # finds the checkpoint and deletes it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
-    return last
 
 
 def load(path: Path) -> dict[str, Any]:

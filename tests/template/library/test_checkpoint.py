@@ -65,7 +65,8 @@ def contents(single: RunParts) -> Contents:
 
 def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
     progress = {**contents["progress"], "step": step}
-    return checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
+    checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
+    return folder / "last.pt"
 
 
 def everything(folder: Path) -> dict[str, bytes]:
