@@ -338,7 +338,7 @@ def publish_failure(store: Store, record: dict[str, Any]) -> None:
             # exit code.
             if not client.check([key]):
                 record["order"] = client.add("failures", 1)
-                client.set(key, json.dumps(record))
+                client.set(key, json.dumps(hide_in(record)))
                 client.set("failed", "")
                 # Tell the other ranks that a node is lost, because only the first rank of each node
                 # watches the other nodes.

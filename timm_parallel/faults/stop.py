@@ -26,8 +26,6 @@ class StopCoordinator:
     # step is the last step of all ranks.
     def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
         self.signal: int | None = None
-        # True after the last step: the latest result of should_stop.
-        self.stopped = False
         self._rank, self._world_size, self._store = rank, world_size, store
         # Number of the step in progress, or of the next one.
         self._step = 1
@@ -72,11 +70,11 @@ class StopCoordinator:
         # so at least one of the two threads sees the other's value. No rank can then publish a step
         # that it has already finished.
         self._step += 1
-        if self._hold is not None and self._hold < self._step:
-            self._decided.wait()
-            assert self._last is not None
-            self.stopped = self._last < self._step
-        return self.stopped
+        if self._hold is None or self._hold >= self._step:
+            return False
+        self._decided.wait()
+        assert self._last is not None
+        return self._last < self._step
 
     def stop_requested(self) -> bool:
         """Return True if a signal has reached any rank and the last step is decided. Ranks may

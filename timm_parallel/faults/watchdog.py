@@ -310,7 +310,7 @@ class Watchdog:
                 leaving += TICK
                 if leaving > LEAVE or self.heartbeats.lost:
                     self.before_exit()
-                    _exit()
+                    exit_at_once(1)
 
     def _end_without(self, lost: Heartbeat) -> None:
         """Record that a node sends no heartbeat, and exit. Sockets to that node would otherwise
@@ -325,14 +325,14 @@ class Watchdog:
             )
         finally:
             self.before_exit()
-            _exit()
+            exit_at_once(1)
 
     def _end(self, silent: float) -> None:
         """Write the stacks of all threads to the log, record the stuck rank, and exit. The other
         ranks do the same. `silent`: seconds without progress.
         """
         # Exit by a timer if the key-value store does not respond.
-        killer = threading.Timer(COMPARE + 2 * WRITE, _exit)
+        killer = threading.Timer(COMPARE + 2 * WRITE, exit_at_once, (1,))
         killer.daemon = True
         killer.start()
         # Exit in `finally`, because the code above fails if the key-value store has closed or the
@@ -341,7 +341,7 @@ class Watchdog:
             self._log_stacks(f"no progress for {silent:.0f} s while {self.heartbeats.mine()}")
             self._name_the_failed()
         finally:
-            _exit()
+            exit_at_once(1)
 
     def _name_the_failed(self) -> None:
         """Find the stuck rank by comparing the progress of all ranks. One rank records the failure.
@@ -440,13 +440,6 @@ def judge(
         )
         reason += "; the others waited for it" if is_alone else "; other ranks stopped there too"
     return failed, failed.rank, reason
-
-
-def _exit() -> None:
-    """Exit at once with code 1. `finally` blocks of the main thread are skipped, because that
-    thread may be stuck.
-    """
-    exit_at_once(1)
 
 
 def _is_in_debugger() -> bool:

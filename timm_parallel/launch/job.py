@@ -181,7 +181,7 @@ def conclude(
         return 0
     if ended.signal is not None and not ended.folder_problem:
         name = signal.Signals(ended.signal).name
-        _try_to_record(config, folder, ended, console, "interrupted", f"stopped by {name}")
+        _try_to_record(config, folder, console, "interrupted", f"stopped by {name}")
         hint = "No checkpoint was saved; to start again, give the same command"
         if any((folder / "checkpoints").glob("*.pt")):
             hint = f"Continue with: python train.py {shlex.quote(f'resume={folder}')}"
@@ -190,20 +190,17 @@ def conclude(
     failure = first_failure(folder, ended)
     # Print the failure before writing result.json, because the disk may be full.
     print(failure_text(failure), file=console, flush=True)
-    _try_to_record(config, folder, ended, console, failure["status"], failure["reason"], failure)
+    if ended.folder_problem:
+        _remove_leftovers(folder)
+    else:
+        _try_to_record(config, folder, console, failure["status"], failure["reason"], failure)
     return int(failure["exit_code"]) if ended.signal is None else 128 + ended.signal
 
 
-def _try_to_record(
-    config: ResolvedConfig, folder: Path, ended: RankExits, console: TextIO, *outcome: Any
-) -> None:
-    """Write result.json, unless the run folder was deleted or moved. If the file cannot be written,
-    print a line. `outcome`: status, reason and failure record of the run, which are the last
-    arguments of `record_end`.
+def _try_to_record(config: ResolvedConfig, folder: Path, console: TextIO, *outcome: Any) -> None:
+    """Write result.json. If the file cannot be written, print a line. `outcome`: status, reason and
+    failure record of the run, which are the last arguments of `record_end`.
     """
-    if ended.folder_problem:
-        _remove_leftovers(folder)
-        return
     try:
         record_end(config, folder, *outcome)
     except OSError as error:

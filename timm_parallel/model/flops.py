@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,38 +76,29 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def step_costs(compute_loss: Callable[[], Tensor], excluding: list[Tensor]) -> tuple[int, int]:
-    """Run a forward and a backward pass, and return their FLOPs and the memory of saved tensors in
-    bytes.
+def _phase_costs(
+    task: Task[Any], networks: Networks, batch: Batch, phase: str, excluding: list[Tensor]
+) -> tuple[int, int]:
+    """Run a forward and a backward pass of a phase, and return their FLOPs and the memory of saved
+    tensors in bytes.
 
     Saved tensors are those that autograd keeps for the backward pass, apart from the tensors in
-    `excluding`. The tensors may be real or fake.
-    """
-    with flop_counter() as counter, saved_for_backward(excluding) as saved:
-        compute_loss().backward()
-    return int(counter.get_total_flops()), sum(storage.nbytes() for storage in saved.values())
-
-
-@contextmanager
-def saved_for_backward(excluding: list[Tensor]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Collect the storages of all tensors that autograd saves for a backward pass in the `with`
-    block.
-
-    The result is a dictionary from the identity of a storage to the storage. Storages of the
-    tensors in `excluding`, such as weights, are left out.
+    `excluding`, such as weights. The tensors may be real or fake.
     """
     excluded = {tensor.untyped_storage()._cdata for tensor in excluding}
     # Keep the storages alive, because the identity of a freed storage may be used again.
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in excluded:
-            kept[storage._cdata] = storage
+            saved[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with flop_counter() as counter, hooks:
+        task.losses(networks, batch, phase)[0].sum().backward()
+    return int(counter.get_total_flops()), sum(storage.nbytes() for storage in saved.values())
 
 
 def measure_step(
@@ -135,11 +125,7 @@ def measure_step(
     fields = [field for field in tree_leaves(batch.fields) if isinstance(field, Tensor)]
     flops = activations = gradients = 0
     for phase, optimizer in zip(task.phases, optimizers, strict=True):
-
-        def loss(phase: str = phase) -> Tensor:
-            return task.losses(networks, batch, phase)[0].sum()
-
-        of_phase = step_costs(loss, excluding=[*weights, *fields])
+        of_phase = _phase_costs(task, networks, batch, phase, excluding=[*weights, *fields])
         flops, activations = flops + of_phase[0], max(activations, of_phase[1])
         optimizer.step()
         own = (p for group in optimizer.param_groups for p in group["params"])

@@ -59,7 +59,9 @@ def _to_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def autocast(networks: Mapping[str, nn.Module], device: torch.device, precision: str) -> Networks:
+def autocast(
+    networks: Networks | Mapping[str, nn.Module], device: torch.device, precision: str
+) -> Networks:
     """Wrap networks so that they compute in the type of train.precision. The network `loss`
     computes in float32.
     """

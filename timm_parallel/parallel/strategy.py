@@ -9,9 +9,9 @@ src.parallel.<module>.<Class>`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,6 @@ from timm_parallel.parallel.networks import Networks, PhaseStep
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-
-class HasParameters(Protocol):
-    """Interface of an object that lists its parameters by name, such as a model or a loss."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class Strategy:

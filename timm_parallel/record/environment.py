@@ -6,7 +6,6 @@ torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from timm_parallel.keys import Config
 from timm_parallel.machine import hardware
 from timm_parallel.machine.files import write_text
 from timm_parallel.machine.secrets import mask_code
+from timm_parallel.record.result import read_object
 
 # Files that an attempt of a run writes until its end. Slurm writes logs/slurm.log before the next
 # attempt starts, so that file is not among them.
@@ -65,15 +65,8 @@ def environment_facts(config: Config) -> dict[str, Any]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Read environment.json of a run folder.
-
-    Returns an empty dictionary if the file cannot be read, for example on a node that does not see
-    it.
-    """
-    try:
-        return dict(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+    """Read environment.json of a run folder. Returns an empty dictionary if it cannot be read."""
+    return read_object(folder / "environment.json")
 
 
 def run_seconds(folder: Path, until: float | None = None) -> float:
@@ -128,7 +121,7 @@ DIFF = (
 UNTRACKED = ("ls-files", "--others", "--exclude-standard", "--directory")
 
 
-def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = None) -> None:
+def write_code_diff(folder: Path, dirty: bool | None) -> None:
     """Write `code.diff` into a run folder if the code has uncommitted changes, else delete an older
     one.
 
@@ -140,17 +133,16 @@ def write_code_diff(folder: Path, dirty: bool | None, project: Path | None = Non
     if dirty:
         # Put the names of untracked files first, because `git apply` ignores lines before the first
         # diff.
-        project = project or root()
-        names = output_of("git", "-C", str(project), *UNTRACKED) or ""
+        names = output_of("git", "-C", str(root()), *UNTRACKED) or ""
         untracked = "".join(f"untracked: {name}\n" for name in names.splitlines())
-        write_text(path, mask_code(untracked + _diff(project)))
+        write_text(path, mask_code(untracked + _diff()))
 
 
-def _diff(root: Path) -> str:
+def _diff() -> str:
     """Return the output of `git diff HEAD`, cut to LARGEST bytes and ended by a line that
     says so.
     """
-    command = ("git", "-C", str(root), *DIFF)
+    command = ("git", "-C", str(root()), *DIFF)
     try:
         output = subprocess.run(command, capture_output=True, timeout=SECONDS, check=True).stdout
         if len(output) <= LARGEST:

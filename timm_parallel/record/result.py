@@ -152,14 +152,22 @@ def read_status(folder: Path) -> str | None:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Returns an empty dictionary if the file cannot be read, for example on a
+    node that does not see it, or has no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def check_format(sidecar: Path) -> None:
     """Raise UnknownFormatError if another version of the code wrote the .json file of a checkpoint.
     A missing or damaged file is ignored.
     """
-    try:
-        version = json.loads(sidecar.read_text(encoding="utf-8"))["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    version = read_object(sidecar).get("format")
     if isinstance(version, int) and version not in (CHECKPOINT_FORMAT, *READABLE_FORMATS):
         raise UnknownFormatError(
             f"{sidecar.with_suffix('.pt')}: the checkpoint has the format {version}, expected "
@@ -172,12 +180,7 @@ def read_segments(folder: Path) -> list[dict[str, Any]]:
 
     Returns an empty list if they cannot be read.
     """
-    try:
-        segments = json.loads((folder / "checkpoints" / "last.json").read_text(encoding="utf-8"))[
-            "segments"
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    segments = read_object(folder / "checkpoints" / "last.json").get("segments")
     return segments if isinstance(segments, list) else []
 
 

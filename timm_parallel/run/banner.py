@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from timm_parallel.data.decode import decoder_of
 from timm_parallel.keys import ResolvedConfig, is_out_of_time
 from timm_parallel.machine import hardware
-from timm_parallel.machine.text import plural
+from timm_parallel.machine.text import change_text, plural
 from timm_parallel.parallel.strategy import chunk_sizes, device_model
 from timm_parallel.record.result import Result
 from timm_parallel.run.meter import summary_lines
@@ -100,7 +101,7 @@ def _batch(parts: RunParts) -> str:
     return f"{batch} global, {per_device} per device{accumulated}"
 
 
-def describe_wait(parts: RunParts, result: Result) -> str | None:
+def _describe_wait(parts: RunParts, result: Result) -> str | None:
     """Describe how long the devices of a finished run waited for data, and name the keys that may
     help.
 
@@ -129,19 +130,29 @@ def describe_wait(parts: RunParts, result: Result) -> str | None:
     return f"{share:.0%} of the time; without it {without:,.0f} images/s{advice}"
 
 
-def show_end(
-    config: ResolvedConfig,
-    folder: Path,
-    result: Result,
-    segments: list[str],
-    views: list[str],
-    wait: str | None = None,
-) -> None:
+def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
+    """Format one line per segment of a run, with its first step, command and changed settings.
+
+    Returns no lines if no resume has changed a setting.
+    """
+    if not any(segment["changed"] for segment in segments):
+        return []
+    lines = []
+    for segment in segments:
+        changes = ", ".join(change_text(key, *values) for key, values in segment["changed"].items())
+        lines.append(
+            f"step {segment['first_step']}: {segment['command']}"
+            + (f"  ({changes})" if changes else "")
+        )
+    return lines
+
+
+def show_end(parts: RunParts, folder: Path, result: Result, views: list[str]) -> None:
     """Log the results of a finished run, such as its folder, metrics and speed.
 
-    `segments`: lines that describe the segments of the run. `views`: commands or URLs that show the
-    curves of the run. `wait`: text about waiting for data, or None.
+    `views`: commands or URLs that show the curves of the run.
     """
+    config, train = parts.config, parts.config.train
     log.info("folder       %s", folder)
     log.info("metrics      %s", ", ".join(_metrics(config, result)))
     if speed := result.throughput.get("images_per_sec"):
@@ -154,9 +165,8 @@ def show_end(
     if len(result.segments) > 1 and result.goodput is not None:
         share = f"{result.goodput:.0%} of the time of all segments"
         log.info("goodput      %s, in training steps that were kept", share)
-    if wait is not None:
+    if (wait := _describe_wait(parts, result)) is not None:
         log.info("data wait    %s", wait)
-    train = config.train
     # If a run ends before its other limits, train.early_stop has ended it.
     if is_out_of_time(train, result.seconds.get("training", 0.0)):
         log.info("time         %g minutes are over (train.max_minutes)", train.max_minutes)
@@ -170,7 +180,7 @@ def show_end(
     if result.profile:
         for line in summary_lines(result.profile[0], result.seconds["start"], folder):
             log.info("%s", line)
-    for number, segment in enumerate(segments):
+    for number, segment in enumerate(describe_segments(result.segments)):
         log.info("%-12s %s", "" if number else "runs again", segment)
     for view in views:
         log.info("curves       %s", view)

@@ -146,7 +146,6 @@ def build_parts(
         check_sharded_model(evaluated, task, first_loader, strategy.group)
     else:
         check_batch_norm(state.model, train_loader, config)
-    communication = [strategy.communication(phase.wrapped) for phase in state.phases]
     telemetry = Telemetry(strategy.devices, strategy.group)
     return RunParts(
         config=config,
@@ -160,9 +159,14 @@ def build_parts(
         state=state,
         mixing=mixing,
         steps_per_epoch=steps_per_epoch,
-        communication=communication,
         telemetry=telemetry,
-        hooks=build_hooks(config, strategy, communication, telemetry.energy, total_steps),
+        hooks=build_hooks(
+            config,
+            strategy,
+            [phase.communication for phase in state.phases],
+            telemetry.energy,
+            total_steps,
+        ),
     )
 
 

@@ -19,7 +19,6 @@ import os
 import shutil
 import traceback
 import zipfile
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -31,25 +30,30 @@ from torch.utils._pytree import tree_map_only
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.files import write_text, write_whole
 from timm_parallel.parallel.networks import LOSS
-from timm_parallel.record.result import CHECKPOINT_FORMAT, check_format, read_result, read_status
+from timm_parallel.record.result import (
+    CHECKPOINT_FORMAT,
+    check_format,
+    read_object,
+    read_result,
+    read_status,
+)
 
 log = logging.getLogger(__name__)
-FORMAT = CHECKPOINT_FORMAT
 
 
-def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> Path:
-    """Write the checkpoint of step N as `step_N.pt`, and return the path of last.pt.
+def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: bool) -> None:
+    """Write the checkpoint of step N as `step_N.pt`.
 
     last.pt becomes a link to the new file, and best.pt too if `is_best`. Then all but the newest
     `keep` files `step_N.pt` are deleted.
     """
     newest, last = folder / f"step_{step}.pt", folder / "last.pt"
-    whole = {"format": FORMAT, **_on_cpu(contents)}
+    whole = {"format": CHECKPOINT_FORMAT, **_on_cpu(contents)}
     try:
         # Do not create parent folders, because the user may have deleted the run folder.
         folder.mkdir(exist_ok=True)
         write_whole(newest, lambda temporary: torch.save(whole, temporary))
-        summary = {"format": FORMAT, "sha256": _checksum(newest), **_summary(contents)}
+        summary = {"format": CHECKPOINT_FORMAT, "sha256": _checksum(newest), **_summary(contents)}
         sidecar = json.dumps(summary, indent=2) + "\n"
         write_text(newest.with_suffix(".json"), sidecar)
         for path in (last, folder / "best.pt") if is_best else (last,):
@@ -81,7 +85,6 @@ def save(folder: Path, contents: dict[str, Any], step: int, keep: int, is_best: 
         # finds the checkpoint and deletes it.
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
-    return last
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -117,10 +120,10 @@ def load(path: Path) -> dict[str, Any]:
         )
     if contents["format"] == 2:
         contents = from_format_2(contents)
-    if contents["format"] != FORMAT:
+    if contents["format"] != CHECKPOINT_FORMAT:
         raise UnknownFormatError(
-            f"{path}: the checkpoint has the format {contents['format']}, expected {FORMAT}; use "
-            "the code that wrote the file"
+            f"{path}: the checkpoint has the format {contents['format']}, expected "
+            f"{CHECKPOINT_FORMAT}; use the code that wrote the file"
         )
     _check_finite(path, contents)
     return contents
@@ -139,7 +142,7 @@ def from_format_2(contents: dict[str, Any]) -> dict[str, Any]:
     def renamed(name: str) -> str:
         return name.removeprefix("train_step.").replace("criterion.", f"{LOSS}.", 1)
 
-    converted = {**rest, "format": FORMAT, "averages": {}, "networks": {}}
+    converted = {**rest, "format": CHECKPOINT_FORMAT, "averages": {}, "networks": {}}
     if contents.get("ema") is not None:
         converted["averages"] = {"ema": contents["ema"]}
     if contents.get("train_step"):
@@ -183,10 +186,8 @@ def _verify(path: Path) -> None:
     # Accept the checksum in the .json file of any checkpoint, because last.pt and last.json cannot
     # be replaced at the same moment. The .json file of step_N.pt, to which last.pt is linked, is
     # written before.
-    known = set()
-    for sidecar in path.parent.glob("*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known.add(json.loads(sidecar.read_text(encoding="utf-8"))["sha256"])
+    sidecars = [read_object(sidecar) for sidecar in path.parent.glob("*.json")]
+    known = [values["sha256"] for values in sidecars if "sha256" in values]
     if known:
         if _checksum(path) not in known:
             raise ValueError("the checkpoint does not match the checksum in its .json file")

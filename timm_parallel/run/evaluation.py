@@ -91,7 +91,7 @@ def evaluate(
     sums = {
         function: group.sum(total).cpu()
         for function, total in zip(
-            functions, _with_zeros([*totals.values()], len(functions), device, group), strict=True
+            functions, _with_zeros([*totals.values()], device, group), strict=True
         )
     }
     all_rows = _gather_rows(rows, loader, device, group) if keep_rows else None
@@ -109,19 +109,15 @@ def evaluate(
 
 
 def _with_zeros(
-    tensors: list[Tensor],
-    count: int,
-    device: torch.device,
-    group: ProcessGroup,
-    rows: int | None = None,
+    tensors: list[Tensor], device: torch.device, group: ProcessGroup, rows: int | None = None
 ) -> list[Tensor]:
-    """Return the `count` tensors of this rank. A rank that has evaluated no sample has none, and
-    gets zeros in the shapes of another rank. All ranks must call this function.
+    """Return the tensors of this rank. A rank that has evaluated no sample has none, and gets zeros
+    in the shapes of another rank. All ranks must call this function.
 
     `rows`: replaces the first side of these shapes; None: keep it.
     """
     shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors]
-    known: list[Any] = next(of_rank for of_rank in group.gather(shapes) if len(of_rank) == count)
+    known: list[Any] = max(group.gather(shapes), key=len)
     return tensors or [
         torch.zeros(
             shape if rows is None else [rows, *shape[1:]],
@@ -159,8 +155,7 @@ def _gather_rows(
     The tensors are in CPU memory. All ranks must call this function.
     """
     own = [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
-    counts = group.gather(len(own))
-    own = _with_zeros(own, max(counts), device, group, rows=0)
+    own = _with_zeros(own, device, group, rows=0)
     assert isinstance(loader.sampler, EvalSampler)
     read = [index for index in loader.sampler.indices.tolist() if index not in loader.unreadable]
     indices = torch.tensor(read, dtype=torch.int64, device=device)

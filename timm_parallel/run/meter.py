@@ -36,7 +36,7 @@ from timm_parallel.run.telemetry import Energy, Usage
 class Meter:
     """Timer of the training steps of one rank.
 
-    Time between `pause` and `resume`, such as that of evaluation and saving, does not count.
+    Time in a block of `paused`, such as that of evaluation and saving, does not count.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Meter:
         self._steps = array("I")
         self._steps_seen = self._open_steps = 0
         # `_mark` is the time at which the current interval started.
-        self._mark = self._fetch_from = self._paused_at = time.perf_counter()
+        self._mark = self._fetch_from = time.perf_counter()
         # Two parts of the current interval in seconds: waiting of the device for data, and time
         # between steps.
         self._wait = self._between = 0.0
@@ -92,19 +92,19 @@ class Meter:
         """
         self._warm_up = self._untimed or min(WARM_UP_STEPS, max(1, steps // 4))
 
-    def pause(self) -> None:
-        """Pause the timer until `resume` is called. This function must be called between
-        two steps.
-        """
-        self._paused_at = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the timer in the `with` block, which must be between two steps."""
+        paused_at = time.perf_counter()
         if self._steps_seen >= self._warm_up:
             self.usage.end()
             self._energy.end()
-
-    def resume(self) -> None:
-        if self._steps_seen >= self._warm_up:
-            self._begin_usage()
-        self._mark += time.perf_counter() - self._paused_at
+        try:
+            yield
+        finally:
+            if self._steps_seen >= self._warm_up:
+                self._begin_usage()
+            self._mark += time.perf_counter() - paused_at
 
     def _begin_usage(self) -> None:
         self.usage.begin()
@@ -266,9 +266,6 @@ class StepHooks:
     def __init__(self, meter: Meter, stop: StopCoordinator) -> None:
         self.meter, self.stop = meter, stop
 
-    def start_step(self, step: int) -> None:
-        liveness.step = step
-
     def at(self, phase: int) -> None:
         """Report that a phase of the step starts: READING (waiting for a batch), FORWARD or
         BACKWARD.
@@ -306,11 +303,8 @@ class StepHooks:
         `phase`: EVALUATING or SAVING, which the watchdog shows.
         """
         liveness.at(phase)
-        self.meter.pause()
-        try:
+        with self.meter.paused():
             yield
-        finally:
-            self.meter.resume()
 
 
 class ProfiledStepHooks(StepHooks):

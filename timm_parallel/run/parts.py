@@ -22,7 +22,7 @@ from timm_parallel.model.checks import check_is_complete
 from timm_parallel.model.flops import count_flops
 from timm_parallel.model.freeze import frozen_modules
 from timm_parallel.parallel.networks import AUTOCAST, Networks, PhaseStep, autocast, build_ema
-from timm_parallel.parallel.strategy import Communication, HasParameters, Strategy
+from timm_parallel.parallel.strategy import Communication, Strategy
 from timm_parallel.run.meter import StepHooks
 from timm_parallel.run.progress import Progress
 from timm_parallel.run.telemetry import Telemetry
@@ -58,6 +58,7 @@ class Phase:
     parameters: dict[str, nn.Parameter]
     learning: Learning
     scaler: torch.amp.GradScaler | None
+    communication: Communication
 
     @property
     def optimizer(self) -> Optimizer:
@@ -217,7 +218,11 @@ def build_state(
                 "several times in a step, which the scale of gradients does not allow; use bf16"
             )
         scaler = torch.amp.GradScaler(strategy.device.type) if precision == "fp16" else None
-        state.phases.append(Phase(name, step, wrapped, parameters, learning, scaler))
+        state.phases.append(
+            Phase(
+                name, step, wrapped, parameters, learning, scaler, strategy.communication(wrapped)
+            )
+        )
     for phase in state.phases:
         check_is_complete(phase.optimizer, phase.parameters)
     return state
@@ -326,8 +331,6 @@ class RunParts:
     mixing: Any
     # Number of optimizer steps per epoch. Each step has train.accumulate global batches.
     steps_per_epoch: int
-    # That of each phase.
-    communication: list[Communication]
     telemetry: Telemetry
     hooks: StepHooks
 
@@ -352,8 +355,7 @@ def evaluation_networks(
     """Return the networks and averages of a task as an evaluation calls them: in the precision of
     the config, and in the wrapper of the strategy.
     """
-    by_name = dict(networks.items())
-    return strategy.for_evaluation(autocast(by_name, strategy.device, config.train.precision))
+    return strategy.for_evaluation(autocast(networks, strategy.device, config.train.precision))
 
 
 def data_of_a_step(parts: RunParts) -> dict[str, Any]:
@@ -378,11 +380,11 @@ def plain_config(parts: RunParts) -> dict[str, Any]:
     return dict(hide_in({key: value for key, value, _ in leaves(parts.config)}))
 
 
-def parameter_names(optimizer: Optimizer, model: HasParameters) -> list[str]:
+def parameter_names(optimizer: Optimizer, state: TrainState) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of their numbers in its state
     dict.
     """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in state.named_parameters()}
     return [
         name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
     ]

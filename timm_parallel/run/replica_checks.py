@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from timm_parallel.data.dataset import ImageDataset, Split, in_memory, split_fingerprint
@@ -20,7 +21,8 @@ from timm_parallel.data.samplers import seed_draws
 from timm_parallel.errors import ReplicasDifferError, UnreadableImageError
 from timm_parallel.machine.ranks import first_difference, host_name
 from timm_parallel.parallel.group import ProcessGroup
-from timm_parallel.parallel.strategy import HasParameters, Strategy, device_model, whole
+from timm_parallel.parallel.strategy import Strategy, device_model, whole
+from timm_parallel.run.parts import TrainState
 
 log = logging.getLogger(__name__)
 # Largest allowed distance between the parameters of two ranks at the end, relative to their norm.
@@ -81,7 +83,7 @@ def _is_equal(first: Any, second: Any) -> bool:
     return bool(first == second or first != first)
 
 
-def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[int, str]:
+def check_replicas_at_start(state: TrainState, strategy: Strategy) -> tuple[int, str]:
     """Check that all ranks start with equal parameters, and that as many devices train as
     requested.
 
@@ -89,7 +91,7 @@ def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[i
     parameters differ, and RuntimeError if the number of devices does. All ranks must call this
     function.
     """
-    digest, equal = parameters_hash(model, strategy)
+    digest, equal = parameters_hash(state.parameters(), strategy)
     if not equal:
         raise ReplicasDifferError(
             "the ranks start with different parameters; seed all random numbers that the "
@@ -104,7 +106,7 @@ def check_replicas_at_start(model: HasParameters, strategy: Strategy) -> tuple[i
     return measured, digest
 
 
-def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str, list[str]]:
+def check_replicas_at_end(state: TrainState, strategy: Strategy) -> tuple[str, list[str]]:
     """Check that all ranks end with equal parameters.
 
     Returns the hash of the parameters and a list of warnings. Raises ReplicasDifferError if the
@@ -112,11 +114,11 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
     """
     # All ranks apply the same averaged gradients, but GPUs of different models may round an update
     # differently. Small differences are allowed only between such GPUs.
-    digest, equal = parameters_hash(model, strategy)
+    digest, equal = parameters_hash(state.parameters(), strategy)
     if equal:
         return digest, []
     models = sorted(set(strategy.group.gather(device_model(strategy.device))))
-    drift = relative_drift(model, strategy)
+    drift = relative_drift(state, strategy)
     # The negated comparison is also True if the drift is NaN.
     if len(models) == 1 or not drift <= MAX_DRIFT:
         raise ReplicasDifferError(
@@ -132,13 +134,13 @@ def check_replicas_at_end(model: HasParameters, strategy: Strategy) -> tuple[str
 
 
 @torch.no_grad()
-def relative_drift(model: HasParameters, strategy: Strategy) -> float:
+def relative_drift(state: TrainState, strategy: Strategy) -> float:
     """Compute the largest distance of a rank's parameters from the mean over all ranks.
 
     The distance is divided by the norm of the mean. All ranks must call this function.
     """
     distance = norm = 0.0
-    for parameter in model.parameters():
+    for parameter in state.parameters():
         values = whole(parameter).double()
         mean = strategy.group.sum(values) / strategy.group.world_size
         distance += float((values - mean).square().sum())
@@ -146,14 +148,14 @@ def relative_drift(model: HasParameters, strategy: Strategy) -> float:
     return float(max(strategy.group.gather(distance)) / norm) ** 0.5 if norm else 0.0
 
 
-def parameters_hash(model: HasParameters, strategy: Strategy) -> tuple[str, bool]:
+def parameters_hash(parameters: Iterable[nn.Parameter], strategy: Strategy) -> tuple[str, bool]:
     """Compute the hash of all parameters, and compare it between the ranks.
 
     Returns the hash of rank 0 on every rank, and True if the hashes of all ranks are equal. All
     ranks must call this function.
     """
     digest = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in parameters:
         values = whole(parameter.detach()).cpu().reshape(-1)
         # Hash the bytes of the tensor, because numpy has no type bfloat16.
         digest.update(values.view(torch.uint8).numpy().tobytes())

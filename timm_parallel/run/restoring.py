@@ -24,7 +24,7 @@ from timm_parallel.errors import NotFiniteError
 from timm_parallel.machine.text import change_text
 from timm_parallel.parallel.group import ProcessGroup, buffers_by_rank, restore_buffers
 from timm_parallel.parallel.networks import LOSS, Networks
-from timm_parallel.parallel.strategy import HasParameters, Strategy, part, whole
+from timm_parallel.parallel.strategy import Strategy, part, whole
 from timm_parallel.run.parts import (
     RunParts,
     TrainState,
@@ -122,12 +122,12 @@ def _for_file(tensor: Tensor, strategy: Strategy) -> Tensor:
     return unsharded.cpu() if strategy.group.is_first else torch.empty(0)
 
 
-def optimizer_state(optimizer: Optimizer, model: HasParameters) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, train_state: TrainState) -> dict[str, Any]:
     """Build the state dict of an optimizer, with the names of parameters instead of their numbers.
 
     The key `kind` holds the class name of the optimizer.
     """
-    names, state = parameter_names(optimizer, model), optimizer.state_dict()
+    names, state = parameter_names(optimizer, train_state), optimizer.state_dict()
     return {
         "kind": type(optimizer).__name__,
         "state": {names[index]: values for index, values in state["state"].items()},
@@ -295,7 +295,7 @@ def _load(module: nn.Module, saved: dict[str, Tensor]) -> None:
     parts = {
         key: part(value, current[key]) if key in current else value for key, value in saved.items()
     }
-    load_model_state(module, {"model": parts}, "model")
+    _load_state(module, parts)
 
 
 @torch.no_grad()
@@ -330,9 +330,18 @@ def _restore_network(state: TrainState, network: str, saved: dict[str, Tensor]) 
 
 def load_networks(networks: Networks, contents: dict[str, Any], which: str) -> None:
     """Load the weights of a checkpoint into the networks of a task and their averages, for an
-    evaluation. `which`: see `load_model_state`.
+    evaluation.
+
+    `which`: weights of the model: `model` for the trained ones, `ema` for the averaged ones. Raises
+    ValueError if they do not fit.
     """
-    load_model_state(networks["model"], contents, which)
+    weights = contents["model"] if which == "model" else contents["averages"].get(which)
+    if weights is None:
+        raise ValueError(
+            f"weights={which}: the checkpoint has no averaged weights, because its run did not set "
+            "model.ema.decay"
+        )
+    _load_state(networks["model"], weights)
     for name, network in networks.items():
         if name in contents["averages"]:
             network.load_state_dict(contents["averages"][name])
@@ -341,18 +350,8 @@ def load_networks(networks: Networks, contents: dict[str, Any], which: str) -> N
             network.load_state_dict(contents["networks"][name], strict=False)
 
 
-def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> None:
-    """Load the weights of a checkpoint into a model.
-
-    `which`: `model` for the trained weights, `ema` for the averaged ones. Raises ValueError if they
-    do not fit.
-    """
-    weights = contents["model"] if which == "model" else contents["averages"].get(which)
-    if weights is None:
-        raise ValueError(
-            f"weights={which}: the checkpoint has no averaged weights, because its run did not set "
-            "model.ema.decay"
-        )
+def _load_state(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load a state dict of a checkpoint into a model. Raises ValueError if it does not fit."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -362,13 +361,13 @@ def load_model_state(model: nn.Module, contents: dict[str, Any], which: str) -> 
         ) from None
 
 
-def restore_optimizer(optimizer: Optimizer, model: HasParameters, saved: dict[str, Any]) -> None:
+def restore_optimizer(optimizer: Optimizer, train_state: TrainState, saved: dict[str, Any]) -> None:
     """Load the state of the optimizer from a checkpoint.
 
     Hyperparameters keep the values of the config. If the checkpoint has the state of another
     optimizer, the optimizer starts with new state.
     """
-    names, kind = parameter_names(optimizer, model), type(optimizer).__name__
+    names, kind = parameter_names(optimizer, train_state), type(optimizer).__name__
     if saved["kind"] != kind:
         log.info(
             "resume: optimizer %s -> %s: the saved state does not fit, so it starts with new state",

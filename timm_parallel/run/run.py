@@ -33,11 +33,11 @@ from timm_parallel.record.console import Console
 from timm_parallel.record.recorder import SHOWN, Numbers, Recorder, grid_of
 from timm_parallel.record.result import write_result
 from timm_parallel.run import checkpoint, restoring
-from timm_parallel.run.banner import describe_wait, show_banner, show_end
+from timm_parallel.run.banner import describe_segments, show_banner, show_end
 from timm_parallel.run.evaluation import Evaluation, evaluate
 from timm_parallel.run.parts import RunParts, evaluation_networks
 from timm_parallel.run.replica_checks import check_replicas_at_end, check_replicas_at_start
-from timm_parallel.run.run_result import describe_segments, make_result, new_segment
+from timm_parallel.run.run_result import make_result, new_segment
 from timm_parallel.run.step import MetricWindow, Step
 from timm_parallel.task import Task
 
@@ -128,13 +128,13 @@ class Run:
                 training = Training(self, recorder, console, place)
                 try:
                     yield training
-                    training._evaluate_at_end()
+                    at_end = training._evaluate_at_end()
                 except NotFiniteError as error:
                     raise NotFiniteError(
                         f"training stops: {error}; {training._describe_step(error.step)}",
                         error.step,
                     ) from None
-            training._end(at_start)
+            training._end(at_start, at_end)
 
 
 class Training:
@@ -159,8 +159,6 @@ class Training:
         self._is_over = False
         # Step before the first one of the current epoch.
         self._epoch_began_at = 0
-        # Hash of the parameters at the end, and sentences about differences between the ranks.
-        self._at_end: tuple[str, list[str]] | None = None
 
     # Steps of the loop.
 
@@ -190,8 +188,6 @@ class Training:
         # A resumed run may have been stopped during an evaluation. Repeat this evaluation first.
         self._evaluate_within_epoch()
         start_clock.end("setup")
-        # Parameters that were compared before further training must be compared again.
-        self._at_end = None
         self._epoch_began_at = progress.step - progress.step_in_epoch
         first = progress.step_in_epoch * self._config.train.accumulate
         batches = parts.train_loader.epoch(progress.epoch, first)
@@ -455,55 +451,43 @@ class Training:
             log.info("saved at step %d", self.parts.progress.step)
         raise Stopped(number)
 
-    def _evaluate_at_end(self) -> None:
+    def _evaluate_at_end(self) -> tuple[str, list[str]]:
         """Evaluate the best weights on test, if the dataset has this split. Evaluate on val too, if
         no epoch did. Raises RuntimeError if the loop has not taken all steps.
+
+        Returns the comparison of the ranks' weights after the last step.
         """
         if not self._is_over:
             raise RuntimeError("train.loop: the loop ended before steps() did; take all steps")
         if "val" not in self._results:
             self._evaluate("val")
+        # Compare the weights before the best ones are loaded, which are equal on all ranks.
+        at_end = check_replicas_at_end(self.parts.state, self._strategy)
         if "test" in self.parts.eval_loaders:
             self._load_best()
             self._evaluate("test")
+        return at_end
 
     def _load_best(self) -> None:
         """Load the weights of best.pt, which rank 0 sends to the other ranks, if it exists."""
-        # Compare the trained parameters now, because the loaded ones are equal on all ranks.
-        self._check_replicas()
         group, best = self._strategy.group, self._folder / "checkpoints" / "best.pt"
         if group.gather(best.exists())[0]:
             contents = group.share_state(checkpoint.load(best) if group.is_first else None)
             restoring.restore_weights(self.parts.state, contents)
 
-    def _check_replicas(self) -> tuple[str, list[str]]:
-        """Check that all ranks end with equal weights, unless that is done."""
-        if self._at_end is None:
-            self._at_end = check_replicas_at_end(self.parts.state, self._strategy)
-        return self._at_end
-
-    def _end(self, at_start: tuple[int, str]) -> None:
+    def _end(self, at_start: tuple[int, str], at_end: tuple[str, list[str]]) -> None:
         """Write result.json, end the trackers, log the results, and leave the process group.
 
-        `at_start`: number of devices and hash of the parameters at the start.
+        `at_start`, `at_end`: results of the comparisons of parameters at the start and at the end.
         """
         parts, group = self.parts, self._strategy.group
-        result = make_result(
-            parts, self._folder, self._results, self._segments, at_start, self._check_replicas()
-        )
+        result = make_result(parts, self._folder, self._results, self._segments, at_start, at_end)
         for name, evaluation in self._evaluations.items():
             self._recorder.pictures(result.steps, name, partial(parts.task.draw, evaluation))
         views = self._recorder.end(result)
         if group.is_first:
             write_result(self._folder, result)
-            show_end(
-                self._config,
-                self._folder,
-                result,
-                describe_segments(self._segments),
-                views,
-                describe_wait(parts, result),
-            )
+            show_end(parts, self._folder, result, views)
         self._recorder.close()
         group.barrier()
         group.close()

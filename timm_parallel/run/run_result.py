@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from timm_parallel.data.dataset import data_fingerprints
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import start_clock, started_at
 from timm_parallel.machine.ranks import host_name
-from timm_parallel.machine.text import change_text
 from timm_parallel.metric import LOSS
 from timm_parallel.parallel.strategy import chunk_sizes
 from timm_parallel.record.environment import read_environment, run_seconds
@@ -226,8 +225,9 @@ def _communicated(parts: RunParts) -> tuple[float, float] | None:
     """Return the seconds of communication in a step of this rank, and the part of them that does
     not overlap with computing, over all phases. None if a strategy cannot measure them.
     """
-    pairs = [pair for each in parts.communication if (pair := each.seconds()) is not None]
-    if len(pairs) < len(parts.communication):
+    phases = parts.state.phases
+    pairs = [pair for phase in phases if (pair := phase.communication.seconds()) is not None]
+    if len(pairs) < len(phases):
         return None
     return sum(whole for whole, _ in pairs), sum(exposed for _, exposed in pairs)
 
@@ -238,10 +238,7 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
     `seconds`: one pair per rank: seconds of all communication, and the part of them that does not
     overlap with computing.
     """
-    sent = [
-        communication.bytes(phase.parameters.values())
-        for communication, phase in zip(parts.communication, parts.state.phases, strict=True)
-    ]
+    sent = [phase.communication.bytes(phase.parameters.values()) for phase in parts.state.phases]
     # Take the minimum over the ranks, because the time of each other rank includes waiting for the
     # slowest rank.
     return {
@@ -249,23 +246,6 @@ def _communication(parts: RunParts, seconds: list[list[float]]) -> dict[str, Any
         "ms_per_step": min((1000 * whole for whole, _ in seconds), default=None),
         "exposed_ms_per_step": min((1000 * exposed for _, exposed in seconds), default=None),
     }
-
-
-def describe_segments(segments: Sequence[dict[str, Any]]) -> list[str]:
-    """Format one line per segment of a run, with its first step, command and changed settings.
-
-    Returns no lines if no resume has changed a setting.
-    """
-    if not any(segment["changed"] for segment in segments):
-        return []
-    lines = []
-    for segment in segments:
-        changes = ", ".join(change_text(key, *values) for key, values in segment["changed"].items())
-        lines.append(
-            f"step {segment['first_step']}: {segment['command']}"
-            + (f"  ({changes})" if changes else "")
-        )
-    return lines
 
 
 def new_segment(parts: RunParts, folder: Path, changed: dict[str, list[Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from timm_parallel.batch import Batch
 from timm_parallel.errors import NotFiniteError
-from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING
+from timm_parallel.faults.liveness import BACKWARD, FORWARD, READING, liveness
 from timm_parallel.machine.seeds import seed_for
 from timm_parallel.metric import to_double
 from timm_parallel.model.freeze import check_statistics_move, write_counts
@@ -159,7 +159,7 @@ class Step:
         is_first = parts.progress.step_in_epoch == 0
         self._frozen = parts.state.phases[0].step.frozen
         self._written = write_counts(self._frozen) if is_first else None
-        parts.hooks.start_step(self.number)
+        liveness.step = self.number
         self._seed()
 
     def train(self) -> dict[str, float | None]:
@@ -181,11 +181,6 @@ class Step:
         """Yield the train.accumulate batches of the step. They are read once, also if this function
         is called for several phases.
         """
-        keeps = (
-            self._has_weight
-            or len(self._phases) > 1
-            or any(map(needs_closure, self._phases.values()))
-        )
         if self._has_weight and not self._read:
             self._read = [self._fetch() for _ in range(self._accumulate)]
             weights = [torch.as_tensor(self.parts.task.weight(batch)) for batch in self._read]
@@ -196,6 +191,7 @@ class Step:
         if self._read:
             yield from self._read
             return
+        keeps = len(self._phases) > 1 or any(map(needs_closure, self._phases.values()))
         for _ in range(self._accumulate):
             batch = self._fetch()
             yield batch
@@ -274,7 +270,7 @@ class Step:
             each.optimizer.zero_grad(set_to_none=True)
         self._backward[phase] = 0
         self._updated.append(phase)
-        if len(self._updated) == len(self._phases):
+        if self._is_done:
             self._finish()
         return self._numbers
 
@@ -335,10 +331,6 @@ class Step:
         """
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         self._strategy.after_step(self.number)
-        rates = {
-            name: max(float(group["lr"]) for group in phase.optimizer.param_groups)
-            for name, phase in self._phases.items()
-        }
         # Average after the strategy's own update, which may change weights, so that all ranks
         # average equal weights.
         for average, source in state.averages.values():
@@ -354,14 +346,15 @@ class Step:
         if self.is_logged or self._stops:
             means = self._window.fetch(self._strategy.group, self.is_logged)
             parts.hooks.meter.synchronized()
-        for phase in self._phases.values():
-            phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
         self._numbers = {f"train/{name}": mean for name, mean in means.items()}
         # There are norms only at a logged step.
         for name, norm in self._norms.items():
             suffix = "" if len(self._phases) == 1 else f"_{name}"
-            self._numbers[f"lr{suffix}"] = rates[name]
+            groups = self._phases[name].optimizer.param_groups
+            self._numbers[f"lr{suffix}"] = max(float(group["lr"]) for group in groups)
             self._numbers[f"train/grad_norm{suffix}"] = norm.item()
+        for phase in self._phases.values():
+            phase.learning.schedule.step_update(progress.schedule_step(parts.steps_per_epoch))
 
     @property
     def _is_done(self) -> bool:

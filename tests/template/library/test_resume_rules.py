@@ -210,9 +210,10 @@ def test_resume_accepts_changed_training_and_strategy_and_single_drops_options_o
     assert (code, main.ran[-1]) == (0, folder), err
     after = load_config(folder)
     assert {key: value_of(after, key) for key in changes} == changes
-    code, err = main(f"resume={folder}", "parallel=single")
+    code, err = main(f"resume={folder}", "parallel=single", "tracker=none")
     assert code == 0, err
     assert load_config(folder).parallel.devices == 1
+    assert load_config(folder).tracker.use == {}, "the trackers of the run are replaced"
     assert main(f"resume={folder}", "parallel=single", "parallel.devices=2")[0] == 2, (
         "an explicit value is not dropped"
     )

@@ -275,6 +275,20 @@ def test_weights_strict_false_keeps_random_values_for_tensors_missing_in_the_fil
         assert torch.equal(tensor, state[name] if name in state else fresh[name]), name
 
 
+def test_names_in_a_weights_file_are_converted_by_a_filter_that_takes_only_the_tensors(
+    tmp_path: Path,
+) -> None:
+    """timm has such filters, for example for VGG, next to those that take the model too."""
+    saved, made = model(seed=1).state_dict(), model()
+    path = tmp_path / "weights.pt"
+    torch.save({name.replace("patch_embed", "stem"): of for name, of in saved.items()}, path)
+    made.checkpoint_filter = lambda tensors: {  # type: ignore[assignment]
+        name.replace("stem", "patch_embed"): of for name, of in tensors.items()
+    }
+    load_weights(made, path, DIGITS)
+    assert is_equal(made, saved)
+
+
 def test_original_dinov2_checkpoint_loads_into_a_timm_model(tmp_path: Path) -> None:
     """The file of facebookresearch/dinov2 has other names, no head, and a mask token."""
     name, path = "vit_small_patch14_reg4_dinov2", tmp_path / "original.pth"

@@ -213,7 +213,7 @@ def three_steps(ranks: Ranks, store: Any, configs: dict[str, ResolvedConfig]) ->
         losses = [numbers["train/loss"] for numbers in take_steps(parts)]
         for network in (parts.state.model, parts.state.ema):
             if network is not None:
-                assert parameters_hash(network, parts.strategy)[1], option
+                assert parameters_hash(network.parameters(), parts.strategy)[1], option
                 assert all(bool(weight.isfinite().all()) for weight in network.parameters())
         assert (parts.state.ema is None) == (option != "ema")
         outcomes[option] = losses

@@ -33,6 +33,7 @@ from tests.template.runs import (
     cpu_strategy,
     evaluate_batches,
     own,
+    parts_of,
     resolved,
     run_python,
     run_warm,
@@ -282,6 +283,12 @@ def test_evaluate_py_refuses_data_without_an_image_in_val_or_test(
     overrides = ["data=csv", f"data.root={tmp_path}", *colors]
     assert entry.main([f"run={finished_run.folder}", *overrides]) == 2
     assert f"data.root={tmp_path}: no image is in val or test" in capfd.readouterr().err
+
+
+def test_checkpoint_metric_is_refused_when_the_model_has_too_few_outputs_for_it() -> None:
+    classes = ("data=synthetic", "data.kwargs.num_classes=5", "parallel=single")
+    with pytest.raises(ValueError, match=r"checkpoint.metric=val/acc5: .* 5 outputs"):
+        parts_of(resolved(*classes, "checkpoint.metric=val/acc5"))
 
 
 def test_evaluate_py_refuses_head_with_wrong_number_of_classes() -> None:

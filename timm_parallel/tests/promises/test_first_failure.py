@@ -234,6 +234,17 @@ def test_failure_reason_in_the_torch_store_is_not_replaced_by_an_exit_code(
     assert [record["reason"] for record in published_failures(store, 2)] == ["the disk is full"]
 
 
+def test_failure_record_in_the_torch_store_contains_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher prints the record from the store if the disk is full."""
+    monkeypatch.setenv("API_TOKEN", "correct-horse-battery")
+    store = HashStore()
+    publish_failure(store, record_of(0, tmp_path, "no access with correct-horse-battery"))
+    [record] = published_failures(store, 1)
+    assert record["reason"] == "no access with ${oc.env:API_TOKEN}"
+
+
 @pytest.mark.parametrize(
     ("codes", "stopped_by"),
     [({0: 143, 1: 143}, 15), ({1: 138}, 10), ({0: 143, 1: 1}, None), ({0: 1}, None)],
@@ -348,3 +359,24 @@ def test_stopped_run_suggests_resume_only_when_a_checkpoint_exists(
     conclude(single(), tmp_path, ended)
     line = capsys.readouterr().err
     assert line.startswith("Stopped by SIGINT. ") and "resume=" in line
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+@pytest.mark.parametrize("has_another_run", [False, True])
+def test_rest_of_a_deleted_run_folder_is_removed_unless_another_run_has_its_name(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    has_another_run: bool,
+    number: signal.Signals | None,
+) -> None:
+    """A rank may write a file while `rm -rf` deletes the folder, which then stays."""
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    write_failure(folder, record_of(0, folder, "no space"))
+    if has_another_run:
+        (folder / "config.yaml").touch()
+    ended = RankExits(signal=number, exit_codes={0: 1}, folder_problem="the folder was deleted")
+    assert conclude(single(), folder, ended) == (1 if number is None else 128 + number)
+    assert capsys.readouterr().err == "Failed: the folder was deleted\n"
+    assert folder.exists() == has_another_run
+    assert not (folder / "result.json").exists()

@@ -140,9 +140,9 @@ def test_checkpoint_with_a_weight_that_is_not_finite_is_never_loaded(
     for name in part:
         tensors = tensors.setdefault(name, {})
     tensors["head.bias"] = torch.tensor([0.5, value])
-    last = checkpoint.save(folder, bad, 4, keep=3, is_best=True)
+    checkpoint.save(folder, bad, 4, keep=3, is_best=True)
     with pytest.raises(ValueError, match=r"last\.pt: .*head\.bias"):
-        checkpoint.load(last)
+        checkpoint.load(folder / "last.pt")
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and newest[0] == folder / "step_2.pt"
 

@@ -334,7 +334,7 @@ def test_all_ranks_of_a_node_end_within_seconds_after_one_rank_detects_a_lost_no
     }.items():
         monkeypatch.setattr(dog, name, value, raising=False)
     monkeypatch.setattr(watchdog.Watchdog, "limit", 1000)
-    monkeypatch.setattr(watchdog, "_exit", lambda: ended.append(clock[0]))
+    monkeypatch.setattr(watchdog, "exit_at_once", lambda code: ended.append(clock[0]))
 
     class Ticks:
         def wait(self, seconds: float) -> bool:
