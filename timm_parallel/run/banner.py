@@ -101,7 +101,7 @@ def _batch(parts: RunParts) -> str:
     return f"{batch} global, {per_device} per device{accumulated}"
 
 
-def _describe_wait(parts: RunParts, result: Result) -> str | None:
+def describe_wait(parts: RunParts, result: Result) -> str | None:
     """Describe how long the devices of a finished run waited for data, and name the keys that may
     help.
 
@@ -165,7 +165,7 @@ def show_end(parts: RunParts, folder: Path, result: Result, views: list[str]) ->
     if len(result.segments) > 1 and result.goodput is not None:
         share = f"{result.goodput:.0%} of the time of all segments"
         log.info("goodput      %s, in training steps that were kept", share)
-    if (wait := _describe_wait(parts, result)) is not None:
+    if (wait := describe_wait(parts, result)) is not None:
         log.info("data wait    %s", wait)
     # If a run ends before its other limits, train.early_stop has ended it.
     if is_out_of_time(train, result.seconds.get("training", 0.0)):
