@@ -553,7 +553,8 @@ def test_command_in_the_report_keeps_max_steps_when_the_runs_are_no_benchmark(
 @pytest.mark.slow(seconds=3)
 def test_report_on_settings_has_plots_of_values_and_curves(tmp_path: Path) -> None:
     sweep = sweep_over_rates(tmp_path / "s")
-    for job in sweep.jobs:
+    # The runs of one setting have logged no curve.
+    for job in (job for job in sweep.jobs if "optim.lr=0.01" not in job["overrides"]):
         lines = [
             {"step": step, "val/acc": 0.5 + step / 1000 + job["id"] / 1000}
             for step in range(1, 301)

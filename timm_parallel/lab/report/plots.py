@@ -296,7 +296,8 @@ def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataF
         table = {"setting": setting.label, "step": shown.index, "mean": shown.mean(axis=1)}
         table |= {"low": shown.min(axis=1), "high": shown.max(axis=1)}
         curves.append(pd.DataFrame(table))
-    return pd.concat(curves, ignore_index=True)
+    # A setting without a curve has columns of objects, which Matplotlib cannot draw.
+    return pd.concat(curves, ignore_index=True).infer_objects()
 
 
 def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> None:
