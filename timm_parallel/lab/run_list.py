@@ -83,17 +83,11 @@ def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    try:
-        entries = list(os.scandir(folder))
-    # Another user's folder, or one that was just deleted.
-    except OSError:
-        return
-    if {"config.yaml", "result.json"} & {entry.name for entry in entries}:
-        yield folder
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _run_folders(Path(entry.path))
+    # os.walk ignores another user's folder, and one that was just deleted.
+    for path, folders, files in os.walk(folder):
+        if {"config.yaml", "result.json"} & {*folders, *files}:
+            yield Path(path)
+            folders.clear()
 
 
 def _read(folder: Path) -> ListedRun:
