@@ -193,10 +193,11 @@ class Search(Runner):
 
     def ended(self, job: Job) -> None:
         self._tell(job, self._trials.pop(job.id))
-        super().ended(job)
+        self.jobs.write()
+        self._board.ended(job, self._outcome(job))
 
-    def outcome(self, job: Job) -> str:
-        """Format the line that reports the end of a trial: its number and its objective, or its
+    def _outcome(self, job: Job) -> str:
+        """Format the start of the line about an ended trial: its number and its objective, or its
         status if it has no objective.
         """
         if job.status != "done":
