@@ -175,16 +175,13 @@ def store_schema() -> None:
     OmegaConf.register_new_resolver("by_device", by_device, replace=True)
 
 
-def to_config(
-    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
-) -> Config:
+def to_config(tree: DictConfig, is_complete: bool = True) -> Config:
     """Convert a composed config, whose `${…}` are not yet resolved, to a Config object, and check
     each value. Raises ValueError for an invalid or missing value, and for a secret that is given as
     plain text.
 
-    `merged`: the config merged into the schema, from a caller that has done so; None: this function
-    does it. `is_complete`: false for the config on which the jobs of a sweep are based. The swept
-    keys may set a value that is missing there.
+    `is_complete`: false for the config on which the jobs of a sweep are based. The swept keys may
+    set a value that is missing there.
     """
     for key, value in plain_values(OmegaConf.to_container(_task_of(tree))):
         if is_complete and value == "???":
@@ -196,23 +193,20 @@ def to_config(
                 f"{key}: the value is a secret; give a reference to an environment variable, "
                 f"{key}='${{oc.env:NAME}}', so that no file holds the secret"
             )
-    config = typed_and_checked(tree, merged, is_complete)
+    config = typed_and_checked(tree, is_complete)
     if "hydra" in tree:
         check_hydra_block(tree)
     return config
 
 
-def typed_and_checked(
-    tree: DictConfig, merged: DictConfig | None = None, is_complete: bool = True
-) -> Config:
+def typed_and_checked(tree: DictConfig, is_complete: bool = True) -> Config:
     """Convert a composed config to a Config object and check each value. Raises ValueError for an
     invalid value.
 
-    `merged`: the config merged into the schema, if the caller has done so; None: this function does
-    it. `is_complete`: false to read a missing value in a free dictionary as null.
+    `is_complete`: false to read a missing value in a free dictionary as null.
     """
     try:
-        known = merge_into_schema(tree) if merged is None else merged
+        known = merge_into_schema(tree)
         if not is_complete:
             for key in OmegaConf.missing_keys(known):
                 OmegaConf.update(known, key, None)

@@ -350,7 +350,7 @@ def composed(word: str, command: Command, composer: Composer | None) -> str:
     try:
         if composer is None:
             return OmegaConf.to_yaml(command.loader.load_sweep_config(command.tree, [word]))
-        return OmegaConf.to_yaml(composer.compose([word])[0])
+        return OmegaConf.to_yaml(composer.compose([word]))
     except HydraException as error:
         return explain(error, [word])
 

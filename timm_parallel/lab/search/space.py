@@ -260,7 +260,7 @@ def trial_point(
             raise ValueError(explain(error, [str(override.input_line)])) from error
     with read_write(tree.hydra):
         tree.hydra.overrides.task = [*task_overrides(tree), *overrides]
-    point = make_point(tree, task_overrides(tree), number, is_complete=is_complete)
+    point = make_point(tree, task_overrides(tree), number, is_complete)
     settle(point)
     return point
 

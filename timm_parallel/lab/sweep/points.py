@@ -13,17 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from timm_parallel.config.compose import (
     Command,
     compose_command,
-    merge_into_schema,
     save_absolute_paths,
     save_config,
     save_hydra_files,
@@ -33,24 +30,12 @@ from timm_parallel.config.explain import explain
 from timm_parallel.config.resolve import notice, resolve
 from timm_parallel.config.validate import check_combination
 from timm_parallel.data.build import check_batch, check_data
-from timm_parallel.keys import Config, ResolvedConfig, SearchConfig, leaves
+from timm_parallel.keys import Config, ResolvedConfig, SearchConfig
 from timm_parallel.lab.jobs.folders import claim_job_folder, config_folder
 from timm_parallel.lab.sweep.board import plain_console, progress_bar
 from timm_parallel.machine import hardware
 from timm_parallel.machine.secrets import hide
 from timm_parallel.record.result import Job
-
-
-@dataclass
-class _Base:
-    """Config that Hydra composed from config files, without overrides of single values. It is
-    stored as pickled bytes, because unpickling takes half the time of `copy.deepcopy`.
-    """
-
-    tree: bytes
-    # The same config merged into the schema. None if the merge needs the overrides of single
-    # values, or if the main config does not use the schema.
-    merged: bytes | None
 
 
 class Composer:
@@ -60,24 +45,20 @@ class Composer:
 
     def __init__(self, command: Command) -> None:
         self._command = command
-        self._bases: dict[tuple[str, ...], _Base] = {}
+        # Overrides of config groups -> pickled config. Unpickling takes half the time of
+        # `copy.deepcopy`.
+        self._bases: dict[tuple[str, ...], bytes] = {}
 
-    def compose(self, overrides: list[str]) -> tuple[DictConfig, DictConfig | None]:
-        """Compose the config for a list of overrides. Return (the config as Hydra composes it, the
-        same config merged into the schema).
-
-        The merged config is None if it cannot be built from a cached config, for example after the
-        override `~key`. The caller then has to merge the first config.
-        """
+    def compose(self, overrides: list[str]) -> DictConfig:
+        """Compose the config for a list of overrides."""
         from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         parsed = OverridesParser.create().parse_overrides(overrides)
         values = [override for override in parsed if not self._selects_files(override)]
-        base = self._base(
+        tree = self._base(
             [str(override.input_line) for override in parsed if override not in values]
         )
-        tree: DictConfig = pickle.loads(base.tree)
         # Do the second half of Hydra's function load_configuration: apply the overrides of single
         # values.
         ConfigLoaderImpl._apply_overrides_to_config(values, tree)
@@ -90,11 +71,7 @@ class Composer:
         job.override_dirname = get_overrides_dirname(
             own, style.exclude_keys, style.item_sep, style.kv_sep
         )
-        if base.merged is None or not all(_sets_a_value(override) for override in values):
-            return tree, None
-        merged: DictConfig = pickle.loads(base.merged)
-        ConfigLoaderImpl._apply_overrides_to_config(values, merged)
-        return tree, merged
+        return tree
 
     def _selects_files(self, override: Any) -> bool:
         """Return True if an override may change the config files that Hydra loads. Such overrides
@@ -103,43 +80,16 @@ class Composer:
         is_group = self._command.loader.repository.group_exists(override.key_or_group)
         return override.is_hydra_override() or (is_group and not isinstance(override.value(), dict))
 
-    def _base(self, overrides: list[str]) -> _Base:
-        """Compose the config for overrides of config groups, such as `model=tiny`. The result is
-        cached, because many configurations of a sweep use the same files.
+    def _base(self, overrides: list[str]) -> DictConfig:
+        """Return a new copy of the config for overrides of config groups, such as `model=tiny`.
+        Compose it only once, because many configurations of a sweep use the same files.
         """
-        if tuple(overrides) not in self._bases:
-            tree = self._command.loader.load_sweep_config(self._command.tree, overrides)
-            self._bases[tuple(overrides)] = _Base(pickle.dumps(tree), _merged(tree))
-        return self._bases[tuple(overrides)]
-
-
-def _merged(tree: DictConfig) -> bytes | None:
-    try:
-        return pickle.dumps(merge_into_schema(tree)) if OmegaConf.get_type(tree) is Config else None
-    except OmegaConfBaseException:
-        return None
-
-
-def _sets_a_value(override: Any) -> bool:
-    """Return True if an override gives the same config whether it is applied before or after the
-    merge into the schema.
-    """
-    # The merge gives a deleted key, or a key with the value `???`, the default of the schema.
-    if override.is_delete() or "???" in str(override.value()):
-        return False
-    key, (single, free) = override.key_or_group, _keys()
-    return key in single or key.startswith(free)
-
-
-@cache
-def _keys() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return (dotted keys of the schema, prefixes of its free dictionaries). A prefix is for
-    example `model.kwargs.`.
-    """
-    keys = {key: value for key, value, _ in leaves(Config())}
-    return frozenset(keys), tuple(
-        f"{key}." for key, value in keys.items() if isinstance(value, dict)
-    )
+        groups = tuple(overrides)
+        if groups not in self._bases:
+            composed = self._command.loader.load_sweep_config(self._command.tree, overrides)
+            self._bases[groups] = pickle.dumps(composed)
+        tree: DictConfig = pickle.loads(self._bases[groups])
+        return tree
 
 
 @dataclass
@@ -177,10 +127,10 @@ def expand(arguments: Any) -> tuple[Command, list[Point]]:
     with progress_bar(plain_console(stderr=True)) as bar:
         for number, overrides in enumerate(bar.track(product, description="composing")):
             try:
-                tree, merged = composer.compose(overrides)
+                tree = composer.compose(overrides)
             except HydraException as error:
                 raise ValueError(explain(error, overrides)) from error
-            points.append(make_point(tree, overrides, number, merged, is_complete))
+            points.append(make_point(tree, overrides, number, is_complete))
     if not points:
         given = " ".join(task_overrides(command.tree))
         raise ValueError(
@@ -255,23 +205,16 @@ def settle(point: Point) -> None:
         point.reason = hide(str(error))
 
 
-def make_point(
-    tree: DictConfig,
-    overrides: list[str],
-    number: int,
-    merged: DictConfig | None = None,
-    is_complete: bool = True,
-) -> Point:
-    """Build configuration `number` of a sweep from its composed config `tree`. `merged`: the same
-    config merged into the schema, if it is known. `is_complete`: false if values may be missing, as
-    in the base of a search.
+def make_point(tree: DictConfig, overrides: list[str], number: int, is_complete: bool) -> Point:
+    """Build configuration `number` of a sweep from its composed config `tree`. `is_complete`: false
+    if values may be missing, as in the base of a search.
     """
     with read_write(tree.hydra), open_dict(tree.hydra):
         tree.hydra.job.num, tree.hydra.job.id = number, str(number)
     subdir = str(OmegaConf.select(tree, "hydra.sweep.subdir"))
     if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
         raise ValueError(f"hydra.sweep.subdir={subdir}: expected a path below the sweep folder")
-    config = to_config(tree, merged, is_complete)
+    config = to_config(tree, is_complete)
     save_absolute_paths(tree)
     # Reset the keys of the search, so that the config.yaml of a job runs without -m.
     config.search = SearchConfig()
