@@ -168,7 +168,7 @@ def store_schema() -> None:
     """Register the config schema and the resolvers of the current project with Hydra."""
     from hydra.core.config_store import ConfigStore
 
-    # mypy does not know that a class is hashable, here and in merge_into_schema.
+    # mypy does not know that a class is hashable, here and in typed_and_checked.
     ConfigStore.instance().store("schema", node=_schema(current().config))  # type: ignore[arg-type]
     share_config_store()
     OmegaConf.register_new_resolver("device_counts", device_counts, replace=True)
@@ -206,7 +206,8 @@ def typed_and_checked(tree: DictConfig, is_complete: bool = True) -> Config:
     `is_complete`: false to read a missing value in a free dictionary as null.
     """
     try:
-        known = merge_into_schema(tree)
+        # The schema adds types and defaults.
+        known = OmegaConf.merge(_schema(current().config), _task_of(tree))  # type: ignore[arg-type]
         if not is_complete:
             for key in OmegaConf.missing_keys(known):
                 OmegaConf.update(known, key, None)
@@ -221,15 +222,6 @@ def typed_and_checked(tree: DictConfig, is_complete: bool = True) -> Config:
     assert isinstance(config, Config)
     check_values(config)
     return config
-
-
-def merge_into_schema(tree: DictConfig) -> DictConfig:
-    """Merge a composed config into the schema, which adds types and defaults. The result has no
-    `hydra` section.
-    """
-    merged = OmegaConf.merge(_schema(current().config), _task_of(tree))  # type: ignore[arg-type]
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 @cache
