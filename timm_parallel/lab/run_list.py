@@ -22,7 +22,6 @@ from timm_parallel.machine.text import as_number, for_terminal
 from timm_parallel.record.result import STATUSES
 
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-COLUMNS = ("folder", "status", "metric", "images/s", "minutes", "settings")
 # Overrides that do not change the training.
 HIDDEN = ("hydra", "sweep.", "paths.", "print_config", "resume", "tracker")
 MISSING = object()
@@ -172,7 +171,7 @@ def show_runs(folder: Path, metric: str | None, where: Sequence[str], as_csv: bo
         )
         for run in runs
     ]
-    header = tuple(path if column == "metric" else column for column in COLUMNS)
+    header = ("folder", "status", path, "images/s", "minutes", "settings")
     if as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows])
         return
