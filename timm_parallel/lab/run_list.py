@@ -61,7 +61,7 @@ class ListedRun:
         )
 
 
-def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
+def find_runs(folder: Path, where: Sequence[str]) -> list[ListedRun]:
     """Read the runs below a folder, the newest first. Folders that are no run are ignored.
 
     `where`: conditions `<key>=<value>` on the config of a run, all of which must hold. Raises
