@@ -22,7 +22,7 @@ import yaml
 from timm_parallel.app import root
 from timm_parallel.config.validate import refuse
 from timm_parallel.lab.code_copy import apply_diff, copy_commit, no_repository
-from timm_parallel.machine.files import claim_folder, finite, write_json
+from timm_parallel.machine.files import claim_folder, write_json
 from timm_parallel.record.environment import CODE_DIFF, CUT, read_environment
 from timm_parallel.record.result import FAILED, Result, read_metrics, read_result, read_segments
 
@@ -192,7 +192,7 @@ def reproduce_run(run: Path, steps: int) -> int:
             if value and now.get(name) and value != now[name]
         },
     }
-    write_json(run / CERTIFICATE, finite(certificate))
+    write_json(run / CERTIFICATE, certificate)
     print("\n".join(describe(certificate)), flush=True)
     return 3 if found else 0
 

@@ -22,7 +22,6 @@ from timm_parallel.machine.text import as_number, for_terminal
 from timm_parallel.record.result import STATUSES
 
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-COLUMNS = ("folder", "status", "metric", "images/s", "minutes", "settings")
 # Overrides that do not change the training.
 HIDDEN = ("hydra", "sweep.", "paths.", "print_config", "resume", "tracker")
 MISSING = object()
@@ -62,7 +61,7 @@ class ListedRun:
         )
 
 
-def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
+def find_runs(folder: Path, where: Sequence[str]) -> list[ListedRun]:
     """Read the runs below a folder, the newest first. Folders that are no run are ignored.
 
     `where`: conditions `<key>=<value>` on the config of a run, all of which must hold. Raises
@@ -83,17 +82,11 @@ def find_runs(folder: Path, where: Sequence[str] = ()) -> list[ListedRun]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    try:
-        entries = list(os.scandir(folder))
-    # Another user's folder, or one that was just deleted.
-    except OSError:
-        return
-    if {"config.yaml", "result.json"} & {entry.name for entry in entries}:
-        yield folder
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _run_folders(Path(entry.path))
+    # os.walk ignores another user's folder, and one that was just deleted.
+    for path, folders, files in os.walk(folder):
+        if {"config.yaml", "result.json"} & {*folders, *files}:
+            yield Path(path)
+            folders.clear()
 
 
 def _read(folder: Path) -> ListedRun:
@@ -178,7 +171,7 @@ def show_runs(folder: Path, metric: str | None, where: Sequence[str], as_csv: bo
         )
         for run in runs
     ]
-    header = tuple(path if column == "metric" else column for column in COLUMNS)
+    header = ("folder", "status", path, "images/s", "minutes", "settings")
     if as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows])
         return

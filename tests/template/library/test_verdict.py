@@ -108,7 +108,7 @@ def shifted(difference: float) -> list[float]:
 def verdict_on(runs: Sequence[RunRecord], on: str = METRIC, **record: Any) -> Verdict:
     verdict = judge(runs, Record(BASE, HEAD, 1, on, **record))
     # Each finding must have the numbers that its sentence needs.
-    assert sentences([*verdict.findings, *verdict.notes])
+    assert sentences([verdict.finding, *verdict.notes])
     return verdict
 
 
@@ -132,7 +132,7 @@ def test_verdict_is_better_worse_or_no_difference_depending_on_the_accuracy_diff
     assert words_of(verdict) == {METRIC: word, SPEED: NO_DIFFERENCE}
     rows = {row["measure"]: row["verdict"] for row in verdict_table(verdict).rows}
     assert rows == {"val/acc": word, "images/s": NO_DIFFERENCE, "memory, MiB": "—"}
-    [finding] = verdict.findings
+    finding = verdict.finding
     assert (finding.kind, finding.numbers["word"]) == ("head_is", word)
     assert finding.numbers["contrast"] == verdict.contrasts[METRIC].fields
     assert verdict.contrasts[METRIC].effect == pytest.approx(difference, abs=0.003)
@@ -155,7 +155,7 @@ def test_verdict_with_a_fixed_number_states_the_difference_that_the_seeds_could_
     contrast = verdict.contrasts[METRIC]
     assert (verdict.word, verdict.is_open) == (NO_DIFFERENCE, False)
     assert contrast.detectable is not None and 0 < contrast.detectable < 0.05
-    [finding] = verdict.findings
+    finding = verdict.finding
     assert (finding.kind, finding.numbers["is_futile"]) == ("head_is", False)
     assert finding.numbers["contrast"]["detectable"] == contrast.detectable
 
@@ -180,7 +180,7 @@ def test_verdict_goes_on_while_a_difference_may_be_shown_and_stops_when_it_is_un
     runs = runs_of(base, [0.698 + n for n in noise])
     futile = verdict_on(runs)
     assert (futile.word, futile.is_open) == (NO_DIFFERENCE, False)
-    assert futile.findings[0].numbers["is_futile"]
+    assert futile.finding.numbers["is_futile"]
     # Asked again, only the limit ends it.
     assert verdict_on(runs, persists=True).is_open
     assert not verdict_on(runs, persists=True, max_repeats=4).is_open
@@ -226,7 +226,7 @@ def test_verdict_is_decided_when_all_runs_of_one_version_diverge_or_exceed_memor
 ) -> None:
     verdict = verdict_on(lost_runs(code, status, *range(6)))
     assert verdict.word == word
-    [finding] = verdict.findings
+    finding = verdict.finding
     seeds = [{"seed": seed, "status": status.replace("_", " ")} for seed in range(6)]
     assert (finding.kind, finding.numbers["runs"]) == ("loses_runs", seeds)
 
@@ -258,7 +258,7 @@ def test_verdict_is_refused_with_the_name_of_the_field_when_validation_images_di
 ) -> None:
     verdict = verdict_on(runs_of(ACCURACIES, shifted(0.03), result={key: 7}))
     assert verdict.word == REFUSED
-    [finding] = verdict.findings
+    finding = verdict.finding
     assert (finding.kind, finding.numbers["key"], finding.numbers["head"]) == ("refused", key, 7)
 
 
@@ -289,7 +289,7 @@ def test_slower_code_is_worse_only_in_a_verdict_on_speed_of_runs_that_were_alone
     assert verdict_on(slower(), on=SPEED).word == WORSE
     verdict = verdict_on(slower(result={"neighbours": 1}), on=SPEED)
     assert verdict.contrasts[SPEED].effect is None
-    assert verdict.findings == (Finding("not_measured", {"measure": SPEED}),)
+    assert verdict.finding == Finding("not_measured", {"measure": SPEED})
     assert kinds(verdict.notes) == ["number_of_verdict"]
 
 

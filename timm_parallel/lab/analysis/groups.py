@@ -98,18 +98,21 @@ class Configuration:
         """Median and range of the peak memory over the repeats, in bytes, for each device. Repeats
         that recorded fewer devices than others are ignored.
         """
-        peaks = [dict(enumerate(run.peak_bytes)) for run in self.runs]
+        peaks = [run.peak_bytes for run in self.runs]
         devices = max(map(len, peaks), default=0)
-        return list(
-            summarize_columns(of_run for of_run in peaks if len(of_run) == devices).values()
-        )
+        columns = zip(*(of_run for of_run in peaks if len(of_run) == devices), strict=True)
+        return [summary for summary in map(summarize, columns) if summary]
 
     @cached_property
     def metrics(self) -> dict[str, Summary]:
         """Dictionary from the name of the headline metric (`checkpoint.metric`) to its median and
         range over the runs.
         """
-        return summarize_columns({run.metric: run.metric_value} for run in self.runs)
+        summaries = {
+            name: summarize(run.metric_value for run in self.runs if run.metric == name)
+            for name in dict.fromkeys(run.metric for run in self.runs)
+        }
+        return {name: summary for name, summary in summaries.items() if summary}
 
     @cached_property
     def values(self) -> dict[object, float]:
@@ -450,13 +453,6 @@ def model_name(run: RunRecord) -> str:
 
 def describe_settings(run: RunRecord, keys: Iterable[str], prefix: str = "") -> str:
     return ", ".join(f"{key.removeprefix(prefix)}={yaml_text(run.config.get(key))}" for key in keys)
-
-
-def summarize_columns(rows: Iterable[Mapping[Any, float | None]]) -> dict[str, Summary]:
-    known = list(rows)
-    names = dict.fromkeys(name for row in known for name in row)
-    summaries = {str(name): summarize(row.get(name) for row in known) for name in names}
-    return {name: summary for name, summary in summaries.items() if summary}
 
 
 def varied(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:

@@ -58,6 +58,9 @@ class RunRecord:
     block: int = 0
     # Position of the run in the order in which the jobs of its sweep start.
     position: int | None = None
+    # Number of the configuration in the order of the command. None for a trial of a search, and for
+    # a run outside of a sweep.
+    configuration: int | None = None
     overrides: tuple[str, ...] = ()
     # True if the run is a trial of a hyper-parameter search.
     is_trial: bool = False

@@ -232,11 +232,13 @@ def _default(run: RunRecord, key: str) -> str:
 
 
 def _sweep_order(run: RunRecord) -> tuple[str, float, int]:
-    """Return a sort key that puts jobs into the order of the command. The number at the start of a
-    folder's name is the position in that order.
+    """Return a sort key that puts jobs into the order of the command. Trials have no number of a
+    configuration, but their folders' names begin with a number.
     """
     number = re.match(r"\d+", run.folder.name)
-    return run.sweep, int(number[0]) if number else math.inf, run.position or 0
+    of_folder = int(number[0]) if number else math.inf
+    place = of_folder if run.configuration is None else run.configuration
+    return run.sweep, place, run.position or 0
 
 
 def _baseline(settings: Sequence[Configuration]) -> tuple[Configuration, str]:

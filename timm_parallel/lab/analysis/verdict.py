@@ -90,8 +90,8 @@ class Verdict:
 
     word: str
     record: Record
-    # The first says why the verdict is what it is.
-    findings: tuple[Finding, ...]
+    # States the verdict.
+    finding: Finding
     # Findings that a reader must know to rely on the verdict.
     notes: tuple[Finding, ...]
     # Measure -> comparison of head with base.
@@ -125,7 +125,7 @@ def judge(
         groups = with_contrasts(groups, smallest)
         [estimates[METRIC]] = groups[0].of_pairs(groups[0].metric)
         [contrasts[METRIC]] = groups[0].contrasts
-    word, findings, is_open = _answer(runs, record, contrasts, estimates, groups)
+    word, stated, is_open = _answer(runs, record, contrasts, estimates, groups)
     of_base, of_head = (
         tuple(run for run in runs if run.comparable and code_of(run) == code)
         for code in (BASE, HEAD)
@@ -133,7 +133,7 @@ def judge(
     return Verdict(
         word,
         record,
-        findings,
+        stated,
         tuple(_notes(runs, record)),
         contrasts,
         groups,
@@ -186,30 +186,30 @@ def _answer(
     contrasts: Mapping[str, Contrast],
     estimates: Mapping[str, Estimate],
     groups: Sequence[Group],
-) -> tuple[str, tuple[Finding, ...], bool]:
-    """Return the verdict in one word, the findings that state it, and True if another pair of runs
+) -> tuple[str, Finding, bool]:
+    """Return the verdict in one word, the finding that states it, and True if another pair of runs
     may change it.
     """
     if refused := refusal(runs):
-        return REFUSED, (refused,), False
+        return REFUSED, refused, False
     waiting = sum(run.status in UNFINISHED for run in runs)
     if waiting:
-        return UNKNOWN, (finding("not_ended", count=waiting, jobs=len(runs)),), False
+        return UNKNOWN, finding("not_ended", count=waiting, jobs=len(runs)), False
     broken = [run for run in runs if run.status == "failed"]
     if broken:
         first = {"run": broken[0].name, "reason": broken[0].reason}
-        return FAILED, (finding("failed", count=len(broken), jobs=len(runs), **first),), False
+        return FAILED, finding("failed", count=len(broken), jobs=len(runs), **first), False
     repeats = len({run.block for run in runs})
     lost = _lost_alone(runs)[:LOST_ALONE]
     codes = {code_of(run) for run in lost}
     if len(codes) == 1 and len(lost) >= min(LOST_ALONE, max(repeats, 3)):
         word = WORSE if HEAD in codes else BETTER
         seeds = [{"seed": run.seed, "status": run.status.replace("_", " ")} for run in lost]
-        return word, (finding("loses_runs", word=word, code=codes.pop(), runs=seeds),), False
+        return word, finding("loses_runs", word=word, code=codes.pop(), runs=seeds), False
     left = 0 if record.repeats is not None else record.max_repeats - repeats
     contrast = contrasts.get(record.on)
     if contrast is None or contrast.effect is None:
-        return NO_DIFFERENCE, (finding("not_measured", measure=record.on),), left > 0
+        return NO_DIFFERENCE, finding("not_measured", measure=record.on), left > 0
     e = estimates[record.on]
     word = record.plan.answer(e, contrast)
     is_open = word == NO_DIFFERENCE and left > 0
@@ -224,7 +224,7 @@ def _answer(
         smallest=record.smallest,
         is_futile=is_futile,
     )
-    return word, (head,), is_open and not is_futile
+    return word, head, is_open and not is_futile
 
 
 def _lost_alone(runs: Sequence[RunRecord]) -> list[RunRecord]:

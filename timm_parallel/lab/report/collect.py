@@ -97,6 +97,7 @@ def _read_run(folder: Path, root: Path, job: Job | None, sweep: str = "") -> Run
         sweep=sweep,
         block=job.block if job else 0,
         position=job.id if job else None,
+        configuration=job.configuration if job else None,
         overrides=overrides,
         is_trial=((root / sweep if job else folder.parent) / SEARCH).is_file(),
         seed=job.seed if job else None,

@@ -293,10 +293,16 @@ def _curves(settings: list[Configuration], metric: str, factor: int) -> pd.DataF
         known = pd.DataFrame(of_runs).T.dropna().sort_index() * factor
         # Count the distance from the end, so that the last evaluation is always drawn.
         shown = known.iloc[:: -math.ceil(len(known) / MOST_STEPS) or None].iloc[::-1]
-        table = {"setting": setting.label, "step": shown.index, "mean": shown.mean(axis=1)}
-        table |= {"low": shown.min(axis=1), "high": shown.max(axis=1)}
-        curves.append(pd.DataFrame(table))
-    return pd.concat(curves, ignore_index=True)
+        curve = {
+            "setting": setting.label,
+            "step": shown.index,
+            "mean": shown.mean(axis=1),
+            "low": shown.min(axis=1),
+            "high": shown.max(axis=1),
+        }
+        curves.append(pd.DataFrame(curve))
+    # A setting without a curve has columns of objects, which Matplotlib cannot draw.
+    return pd.concat(curves, ignore_index=True).infer_objects()
 
 
 def _paint_curves(axes: Axes, frame: pd.DataFrame, name: str, scale: str) -> None:

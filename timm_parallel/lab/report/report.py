@@ -273,7 +273,8 @@ def compare(folders: Sequence[Path]) -> Report:
         of_group = leads[0].notes if leads else ()
         verdict = replace(verdict, notes=(*verdict.notes, *of_group))
         leads = [
-            Recommendation(lead.group, verdict.findings, notes=verdict.notes) for lead in leads[:1]
+            Recommendation(lead.group, (verdict.finding,), notes=verdict.notes)
+            for lead in leads[:1]
         ]
     claims = {}
     for hardware in dict.fromkeys(group.hardware for group in groups):

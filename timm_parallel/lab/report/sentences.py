@@ -106,11 +106,11 @@ def size_text(size: float, unit: Unit) -> str:
     return number_text(size, unit) + (" points" if unit == "proportion" else "")
 
 
-def points(share: float, limit: float = 0.001) -> str:
-    """Format a fraction as a percentage with one decimal place. If the fraction is below `limit`,
-    show two significant digits.
+def points(share: float) -> str:
+    """Format a fraction as a percentage with one decimal place. Below 0.001, show two significant
+    digits.
     """
-    return f"{100 * share:.{_decimals(share, limit)}f}"
+    return f"{100 * share:.{_decimals(share, 0.001)}f}"
 
 
 def _decimals(share: float, limit: float) -> int:

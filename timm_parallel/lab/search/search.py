@@ -193,10 +193,11 @@ class Search(Runner):
 
     def ended(self, job: Job) -> None:
         self._tell(job, self._trials.pop(job.id))
-        super().ended(job)
+        self.jobs.write()
+        self._board.ended(job, self._outcome(job))
 
-    def outcome(self, job: Job) -> str:
-        """Format the line that reports the end of a trial: its number and its objective, or its
+    def _outcome(self, job: Job) -> str:
+        """Format the start of the line about an ended trial: its number and its objective, or its
         status if it has no objective.
         """
         if job.status != "done":
@@ -368,9 +369,8 @@ def _sampler(
     seed = (settings.seed + number) % 2**32
     if settings.sampler == "random":
         return samplers.RandomSampler(seed)
-    with warnings.catch_warnings():
-        # Hide Optuna's warning that the option constant_liar is experimental.
-        warnings.simplefilter("ignore")
+    # Hide Optuna's warning that the option constant_liar is experimental.
+    with warnings.catch_warnings(action="ignore"):
         # With constant_liar, running trials count as bad ones. Concurrent trials would otherwise
         # try nearly the same values.
         return samplers.TPESampler(seed=seed, constant_liar=max_jobs != 1)
@@ -408,10 +408,9 @@ class Follower:
         # because trials may evaluate after different numbers of training steps.
         for number, value in enumerate(values[self._reported :], start=self._reported + 1):
             self._reported = number
-            with warnings.catch_warnings():
-                # Hide Optuna's warning about a step that was reported before, because a resumed
-                # trial reports its first values again.
-                warnings.simplefilter("ignore")
+            # Hide Optuna's warning about a step that was reported before, because a resumed trial
+            # reports its first values again.
+            with warnings.catch_warnings(action="ignore"):
                 self.trial.report(value, step=number)
             if self.trial.should_prune():
                 return (
@@ -434,8 +433,16 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
     for job in jobs.jobs:
         value = trials[job.id].value if job.status == "done" else None
         params = trials[job.id].params if job.id in trials else {}
-        row = {"trial": job.id, metric: value, "status": job.status, "seconds": job.seconds}
-        rows.append({**row, **params, "reason": job.reason})
+        rows.append(
+            {
+                "trial": job.id,
+                metric: value,
+                "status": job.status,
+                "seconds": job.seconds,
+                **params,
+                "reason": job.reason,
+            }
+        )
     table = pd.DataFrame(rows).sort_values(metric, ascending=config.search.direction == "minimize")
     best, path = table.iloc[0], jobs.folder / "search.html"
     job = jobs.jobs[best["trial"]]
@@ -467,9 +474,8 @@ def draw_study(study: optuna.Study, metric: str) -> str:
     if not study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
         return ""
     pyplot.switch_backend("Agg")
-    with warnings.catch_warnings():
-        # Hide Optuna's warning that its plots with matplotlib are experimental.
-        warnings.simplefilter("ignore")
+    # Hide Optuna's warning that its plots with matplotlib are experimental.
+    with warnings.catch_warnings(action="ignore"):
         plots.plot_slice(study, target_name=metric)
     svg = io.BytesIO()
     pyplot.savefig(svg, format="svg", bbox_inches="tight")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Number of combinations of extreme values that are checked before a search starts.
 MAX_CORNERS = 32
-SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
 TAGS = ("log", "int", "float")
 NOT_SEARCHED = (
     "hydra",
@@ -122,8 +121,8 @@ def parse_space(params: dict[str, Any]) -> list[Dimension]:
             ) from error
         if not override.is_sweep_override():
             raise ValueError(
-                f"{written}: a searched key needs several values, given as {SWEPT}; for one value, "
-                f"use {key}={text} without search.params"
+                f"{written}: a searched key needs several values, given as interval(a,b), "
+                f"range(a,b) or choice(a,b); for one value, use {key}={text} without search.params"
             )
         space.append(_dimension(override))
     return space
@@ -266,7 +265,7 @@ def trial_point(
             raise ValueError(explain(error, [str(override.input_line)])) from error
     with read_write(tree.hydra):
         tree.hydra.overrides.task = [*task_overrides(tree), *overrides]
-    point = make_point(tree, task_overrides(tree), number, is_complete=is_complete)
+    point = make_point(tree, task_overrides(tree), number, is_complete)
     settle(point)
     return point
 

@@ -93,13 +93,7 @@ class Runner(ABC):
     def ended(self, job: Job) -> None:
         """Write jobs.json and print a line after a job has ended."""
         self.jobs.write()
-        self._board.ended(job, self.outcome(job))
-
-    def outcome(self, job: Job) -> str:
-        """Return the text that starts the line about an ended job. With an empty text, the line
-        starts with the number of ended jobs and the status.
-        """
-        return ""
+        self._board.ended(job)
 
     @abstractmethod
     def _close(self) -> int:

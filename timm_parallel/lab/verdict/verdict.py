@@ -46,7 +46,7 @@ from timm_parallel.lab.jobs.local_job import LocalJob, sync_from_result
 from timm_parallel.lab.jobs.scheduler import Requirement, jobs_at_a_time, need_of
 from timm_parallel.lab.report.collect import collect, flat, read_record
 from timm_parallel.lab.report.report import compare, write_report
-from timm_parallel.lab.report.sentences import sentence, sentences
+from timm_parallel.lab.report.sentences import sentence
 from timm_parallel.lab.report.tables import verdict_table
 from timm_parallel.lab.sweep.board import show_results
 from timm_parallel.lab.sweep.points import keys_that_may_change
@@ -122,14 +122,13 @@ def _ask_again(folder: Path) -> tuple[int, Values]:
     to decide, add pairs up to the limit. Raises ValueError if it has decided, or cannot go on.
     """
     verdict = _judge(folder)
-    [first, *_] = verdict.findings
-    if first.numbers.get("is_futile"):
+    if verdict.finding.numbers.get("is_futile"):
         record = dataclasses.replace(verdict.record, persists=True)
         write_json(folder / VERDICT, dataclasses.asdict(record))
     elif verdict.word in EXIT_CODES and not verdict.is_open:
         raise ValueError(
             f"{BASE}, {HEAD}: these two versions have a verdict, in {folder}: "
-            f"{sentences(verdict.findings)} Use other seeds, such as seed=100, for another one"
+            f"{sentence(verdict.finding)} Use other seeds, such as seed=100, for another one"
         )
     print(f"continues    {folder}")
     return _continue(folder)
@@ -391,7 +390,7 @@ class VerdictRun(Runner):
         page = write_report([folder])
         verdict, refused = _judge(folder), self._refusal()
         word = REFUSED if refused else verdict.word
-        text = sentences([refused] if refused else verdict.findings)
+        text = sentence(refused or verdict.finding)
         notes = [sentence(note) for note in verdict.notes]
         print("\n".join([text, *notes]))
         show_results(verdict_table(verdict).rows)
