@@ -139,7 +139,7 @@ def _dimension(override: Any) -> Dimension:
     if isinstance(sweep, Glob):
         raise ValueError(
             f"{written}: a glob names options of a config group, which cannot be searched; use "
-            f"{SWEPT}"
+            "interval(a,b), range(a,b) or choice(a,b)"
         )
     allowed = TAGS if override.is_interval_sweep() else ()
     if unknown := set(sweep.tags).difference(allowed):

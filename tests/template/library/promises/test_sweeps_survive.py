@@ -186,6 +186,56 @@ def test_killed_sweep_job_is_done_if_only_its_fork_server_died_and_otherwise_nam
     assert job.status == status and reason in job.reason
 
 
+class Scripted(child.LocalJob):
+    """Job that runs a few lines of Python instead of training. It exits with 7 after SIGTERM."""
+
+    lines = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True)"
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", f"import signal, sys, time; {self.lines}; time.sleep(60)"]
+
+
+@pytest.mark.slow(seconds=1)
+@pytest.mark.parametrize(
+    ("written", "pruned", "stopped_by", "status", "reason"),
+    [
+        ("interrupted", True, None, "pruned", "worse"),
+        ("done", True, None, "done", ""),
+        (None, True, None, "pruned", "worse"),
+        (None, False, signal.SIGTERM, "interrupted", "SIGTERM before its first step"),
+        ("interrupted", False, signal.SIGTERM, "interrupted", ""),
+        (None, False, None, "failed", "exit code 7"),
+        ("done", False, None, "failed", "exit code 7"),
+    ],
+)
+def test_status_of_a_job_tells_pruning_and_stops_from_failures(
+    tmp_path: Path,
+    written: str | None,
+    pruned: bool,
+    stopped_by: int | None,
+    status: str,
+    reason: str,
+) -> None:
+    [job] = frozen(tmp_path, "seed=1").jobs
+    running = Scripted(job, tmp_path / "0", (lambda: "worse") if pruned else None)
+    running.folder.mkdir(exist_ok=True)
+    running.start(Requirement("cpu", 1), [])
+    until = time.monotonic() + 30
+    while running.console.read_text() != "ready\n" and time.monotonic() < until:
+        time.sleep(0.01)
+    if written is not None:
+        write_result(running.folder, Result(written))
+    if not pruned:
+        running.send(signal.SIGTERM)
+    while not running.has_ended() and time.monotonic() < until:
+        time.sleep(0.01)
+    result = running.conclude(stopped_by)
+    assert job.status == status and reason in job.reason
+    assert (None if result is None else result.status) == (
+        "pruned" if written == "interrupted" and pruned else written
+    )
+
+
 @pytest.mark.slow(seconds=6)
 def test_sweep_starts_every_gpu_job_instead_of_skipping_when_gpus_have_disappeared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
