@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_task
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.validate import check_combination
+from timm_parallel.config.validate import check_combination, option_problems
 from timm_parallel.keys import STRATEGIES, TRAITS, ParallelConfig, strategy_options
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
@@ -188,6 +188,7 @@ PLACES = [
     ("data.root=/my holiday photos seed=1", "holiday: ", "quote a value with spaces"),
     ("seed=1 model.weights=/all runs/best.pt", "runs/best.pt", "quote a value with spaces"),
     ("--hlep", "--hlep"),
+    ("data.image_size", "data.image_size: a value is missing", "data.image_size=…"),
     ("--optim.weight-decay 0.1", "--optim.weight-decay", "optim.weight_decay", "dashes"),
 ]
 
@@ -450,6 +451,21 @@ def test_config_validation_applies_the_rule_that_a_subclass_of_model_config_adds
         check_combination(Config(model=OwnModelConfig(gamma=2.0)))
     with pytest.raises(ValueError, match=r"model\.sync_bn=true"):
         check_combination(Config(model=OwnModelConfig(gamma=2.0, sync_bn=True)))
+
+
+@portable
+def test_option_of_a_task_with_a_wrong_type_is_refused_for_any_type_annotation() -> None:
+    """A module without `from __future__ import annotations` has types in place of texts."""
+    types = {"a": int, "b": int | None, "c": "tuple[int, int]"}
+    options = make_dataclass(
+        "Options", [(name, of, field(default=None)) for name, of in types.items()]
+    )
+    problems = [*option_problems("train.task_kwargs", options, dict.fromkeys(types, "x"))]
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "expected an integer",
+        "expected an integer or null",
+        "expected tuple[int, int]",
+    ]
 
 
 @portable
