@@ -254,8 +254,6 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
                 f"{file.group(1)}.yaml, and save the file without a byte order mark"
             )
         return f"{key}: unknown key{key_hint(key)}"
-    if "Missing mandatory" in text:
-        return required(key)
     as_given = {
         override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
     }

@@ -179,6 +179,7 @@ PLACES = [
     ("hydra.run.dir=null", "hydra.run.dir"),
     ("hydra.run.dir=", "hydra.run.dir="),
     ("hydra.run.dir=.", "hydra.run.dir=."),
+    ("hydra.run.dir=${hydra.job.id}", "hydra.run.dir=${hydra.job.id}: ", "hydra.job.id"),
     (f"hydra.run.dir={ROOT}/train.py/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
     ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN"),
