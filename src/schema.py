@@ -544,7 +544,13 @@ class OptimConfig(timm_parallel.OptimConfig):
         optim.sched or train.epochs.
         """
         for phase, changed in self.of.items():
-            yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
+            if isinstance(changed, dict):
+                yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
+            else:
+                yield (
+                    f"optim.of.{phase}={changed}: expected the keys of a phase, e.g. "
+                    "optim.of.<phase>.lr=0.0004"
+                )
         if is_own_class(self.sched):
             yield from own_class_problems("optim.sched", self.sched)
         elif self.sched not in SCHEDULES:

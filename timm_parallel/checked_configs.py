@@ -12,11 +12,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from timm_parallel.app import current
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
-from timm_parallel.config.explain import explain, hint, is_known, key_hint
+from timm_parallel.config.explain import UNPARSABLE, explain, hint, is_known, key_hint
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination, option_problems, refuse
 from timm_parallel.data.build import built_in
@@ -148,6 +149,8 @@ def _saved_config(run: Path, overrides: list[str]) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(dotted))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, dotted)) from error
+    except YAMLError:
+        raise ValueError(f"{' '.join(dotted)}: {UNPARSABLE}") from None
     return typed_and_checked(merged)  # type: ignore[arg-type]
 
 

@@ -65,6 +65,15 @@ def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine_and_compiles
     assert compose_evaluation(tmp_path, spread, Ranks(0, 2, 0, 2)).parallel.devices == 2
 
 
+@pytest.mark.parametrize("word", ["data.batch_size=x", "data.image_size=[32"])
+def test_value_that_cannot_be_read_is_refused_for_the_evaluation_of_a_run(
+    tmp_path: Path, word: str
+) -> None:
+    save_config(resolved("parallel=single"), tmp_path)
+    with pytest.raises(ValueError, match=f"^{re.escape(word)}: "):
+        compose_evaluation(tmp_path, [word], None)
+
+
 def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,6 +32,7 @@ BEFORE_A_RUN = [
     "+optim.sched_kwargs.num_epochs=9",
     "optim.sched=constant optim.warmup_prefix=false",
     "optim.clip_mode=agc",
+    "+optim.of.lr=0.1",
     "checkpoint.metric=val/acc_ema",
     "data=timm data.root=. data.name=torch/cifar11",
     "data=timm data.root=. data.name=tfds/mnist",
