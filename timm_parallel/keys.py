@@ -76,16 +76,15 @@ def key(
     with bounds also accepts `auto` if its type allows text. `syntax`: `auto_augment` for a text
     that timm must be able to parse.
     """
-    metadata: dict[str, Any] = {
+    metadata = {
         "help": help,
         "only": only,
+        "choices": choices,
         "syntax": syntax,
         "ge": ge,
         "gt": gt,
         "le": le,
     }
-    if choices is not None:
-        metadata["choices"] = tuple(choices)
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

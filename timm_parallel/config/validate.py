@@ -248,11 +248,11 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             yield "expected a finite number"
-    least, above, most = (bounds.get(name) for name in ("ge", "gt", "le"))
+    least, above, most, choices = (bounds.get(name) for name in ("ge", "gt", "le", "choices"))
     if value is None:
         return
-    if "choices" in bounds and value not in bounds["choices"]:
-        yield f"allowed: {', '.join(map(str, bounds['choices']))}"
+    if choices is not None and value not in choices:
+        yield f"allowed: {', '.join(map(str, choices))}"
     elif bounds.get("syntax") == "auto_augment":
         if not any(re.fullmatch(pattern, value) for pattern in AUTO_AUGMENT):
             yield "expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0"
