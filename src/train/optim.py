@@ -48,10 +48,12 @@ def build_learning(
     optim = config.optim.of_phase(phase)
     optimizer = build_optimizer(optim, config.rate_of(optim), networks, strategy.traits.shards)
     schedule = build_schedule(optim, config.train, optimizer, steps_per_epoch)
+    # Without a fused kernel that skips overflowed gradients, the GradScaler must read on the CPU if
+    # a gradient overflowed, so the CPU waits for the GPU in every step.
     if (
         config.train.precision == "fp16"
         and strategy.device.type == "cuda"
-        and waits_for_scaler(optimizer)
+        and not getattr(optimizer, "_step_supports_amp_scaling", False)
     ):
         log.info(
             "fp16         optim.opt=%s waits for the GPU in every step; adamw or sgd do not",
@@ -201,14 +203,6 @@ def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e
     # Clamp the factors to 1, so that a gradient below its limit is not enlarged.
     torch._foreach_clamp_max_(factors, 1)
     torch._foreach_mul_(gradients, factors)
-
-
-def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if, with fp16, the optimizer makes the CPU wait for the GPU in every step.
-    Without a fused kernel that skips overflowed gradients, the GradScaler must read on the CPU if a
-    gradient overflowed.
-    """
-    return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def build_schedule(
