@@ -15,6 +15,7 @@ from timm.models import model_parameters
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.optim._optim_factory import OptimInfo, default_registry
 from timm.scheduler import create_scheduler_v2
+from timm.utils import dispatch_clip_grad
 from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
@@ -174,10 +175,8 @@ def clip_gradients(config: OptimConfig, networks: Mapping[str, nn.Module]) -> No
     limit = config.clip_grad
     assert limit is not None
     parameters = list(nn.ModuleDict(networks).parameters())
-    if config.clip_mode == "norm":
-        nn.utils.clip_grad_norm_(parameters, limit)
-    elif config.clip_mode == "value":
-        nn.utils.clip_grad_value_(parameters, limit)
+    if config.clip_mode != "agc":
+        dispatch_clip_grad(parameters, limit, config.clip_mode)
     elif "model" in networks:
         # As in timm, adaptive clipping does not change the head; nor does it change the parameters
         # of a loss.
