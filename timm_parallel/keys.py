@@ -270,9 +270,11 @@ class TrackerConfig:
         class.
         """
         use = {"tensorboard": True} if self.use is None else self.use
-        built_in = {name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {
-            name: built_in[name] if value is True else str(value) for name, value in use.items()
+            name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}"
+            if value is True
+            else str(value)
+            for name, value in use.items()
         }
 
     def problems(self, whole: object) -> Iterator[str]:

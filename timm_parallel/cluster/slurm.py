@@ -84,8 +84,11 @@ def sbatch(script: Path) -> str:
     """
     # Remove the SLURM_ variables of a surrounding job, because sbatch would read them as options of
     # the new job.
-    names = [name for name in os.environ if not name.startswith("SLURM_") or name == "SLURM_CONF"]
-    environment = {name: os.environ[name] for name in names}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)],
         capture_output=True,
