@@ -243,11 +243,15 @@ def _key_problems(config: Config) -> Iterator[str]:
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
     """Compare a value with the bounds and choices in the metadata of its config key. Yield a
-    description of the allowed values, e.g. `expected >= 1`, if the value is not allowed.
+    description of the allowed values, e.g. `expected >= 1`, if the value is not allowed. Each item
+    of a list is compared.
     """
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
-            yield "expected a finite number"
+    if isinstance(value, list):
+        for item in value:
+            yield from _out_of_bounds(item, bounds)
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        yield "expected a finite number"
     least, above, most, choices = (bounds.get(name) for name in ("ge", "gt", "le", "choices"))
     if value is None:
         return

@@ -109,6 +109,8 @@ WRONG_NUMBERS = [
     ("data.image_size=[32]", "data.image_size=[32]"),
     ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
+    ("data.mean=[0.5,2]", "data.mean=[0.5, 2.0]", "<= 1"),
+    ("data.std=[0]", "data.std=[0.0]", "> 0"),
     ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
     ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
     (
