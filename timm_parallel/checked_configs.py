@@ -32,7 +32,7 @@ from timm_parallel.keys import (
     is_own_class,
 )
 from timm_parallel.machine.imports import import_class, import_name
-from timm_parallel.machine.ranks import Ranks, ranks_from_environment
+from timm_parallel.machine.ranks import ranks_from_environment
 from timm_parallel.metric import LOSS, Metric, metric_name
 from timm_parallel.task import Task, find_task
 
@@ -85,20 +85,7 @@ def evaluation_config(run: Path | None, overrides: list[str]) -> ResolvedConfig:
     `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
     `overrides`: `key=value` arguments, as on the command line of train.py.
     """
-    config = compose_evaluation(run, overrides, ranks_from_environment(os.environ))
-    check_task(config)
-    return config
-
-
-def compose_evaluation(
-    run: Path | None, overrides: list[str], ranks: Ranks | None
-) -> ResolvedConfig:
-    """Build the resolved config for an evaluation.
-
-    `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
-    `overrides`: `key=value` arguments, as on the command line of train.py. `ranks`: identity of
-    this rank, if torchrun or srun started it.
-    """
+    ranks = ranks_from_environment(os.environ)
     for override in overrides:
         _check_key(override, KEYS_WITHOUT_RUN if run is None else KEYS_WITH_RUN)
     if run is not None:
@@ -115,7 +102,9 @@ def compose_evaluation(
     config.model.for_evaluation()
     config.tracker, config.train.accumulate = TrackerConfig(), 1
     check_combination(config)
-    return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    resolved = resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    check_task(resolved)
+    return resolved
 
 
 def _check_key(override: str, allowed: tuple[str, ...]) -> None:
