@@ -30,7 +30,7 @@ from timm_parallel.keys import (
     is_timm_dataset,
     leaves,
 )
-from timm_parallel.machine.imports import find_class, find_name
+from timm_parallel.machine.imports import find_name
 
 # Scheduler -> the `cluster` keys that only this scheduler reads.
 KEYS_OF = {
@@ -201,10 +201,12 @@ def check_combination(config: Config) -> None:
 
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:
-    """Yield an error message if a class of the project does not exist. `key`: the config key that
-    names the class. `name`: dotted name of the class.
+    """Yield an error message if the package of the project defines no such class. An error in the
+    code of its module is raised unchanged. `key`: the config key that names the class. `name`:
+    dotted name of the class.
     """
-    if find_class(name, package()) is None:
+    found = find_name(name, package())
+    if not isinstance(found, type) or found.__module__.partition(".")[0] != package():
         yield (
             f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
             f"a file under {package()}/"

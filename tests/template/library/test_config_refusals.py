@@ -22,14 +22,19 @@ from src.schema import (
 from src.tasks.classification import Classification, ClassLoss
 from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_task
+from timm_parallel.config import validate
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.validate import check_combination, option_problems
+from timm_parallel.config.validate import (
+    check_combination,
+    option_problems,
+    own_class_problems,
+)
 from timm_parallel.keys import STRATEGIES, TRAITS, ParallelConfig, strategy_options
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
-from timm_parallel.machine.imports import find_class, find_name, import_name
+from timm_parallel.machine.imports import find_name, import_name
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
@@ -551,9 +556,13 @@ def test_class_is_found_only_if_the_package_defines_it(
     (package / "models.py").write_text("class Net: ...\ndef f(): ...\n")
     (package / "broken.py").write_text("import package_that_is_not_installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_class("own_package.models.Net", "own_package") is not None
-    assert find_class("own_package.models.f", "own_package") is None
+    (package / "imported.py").write_text("from pathlib import Path\n")
     assert callable(find_name("own_package.models.f", "own_package"))
-    assert find_class("own_package.models.Net", "src") is None
+    assert [*own_class_problems("model.name", "own_package.models.Net")]
+    monkeypatch.setattr(validate, "package", lambda: "own_package")
+    assert not [*own_class_problems("model.name", "own_package.models.Net")]
+    for other in ("models.f", "models.Other", "imported.Path", "missing.Net"):
+        (line,) = own_class_problems("model.name", f"own_package.{other}")
+        assert line.startswith(f"model.name=own_package.{other}: no such class")
     with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
-        find_class("own_package.broken.Net", "own_package")
+        [*own_class_problems("model.name", "own_package.broken.Net")]
