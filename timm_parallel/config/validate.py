@@ -189,7 +189,7 @@ def refuse(*problems: Iterator[str]) -> None:
 
 def check_values(config: Config) -> None:
     """Raise RefusedError if a config value is invalid by itself, regardless of other keys."""
-    refuse(_key_problems(config), _names(config), _strategy(config), _trackers(config))
+    refuse(_key_problems(config), _names(config), _trackers(config))
 
 
 def check_combination(config: Config) -> None:
@@ -274,13 +274,14 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Yield an error message for each name of a model, optimizer, dataset, task or training loop
-    that neither the project nor timm has.
+    """Yield an error message for each name of a model, optimizer, dataset, task, strategy or
+    training loop that neither the project nor the library nor timm has.
     """
     yield from _weights_problems(config.model.kwargs)
     chosen = {
         "model.name": (config.model.name, _model_problems),
         "optim.opt": (config.optim.opt, _optimizer_problems),
+        "parallel.strategy": (config.parallel.strategy, _strategy),
     }
     if current().datasets:
         chosen["data.name"] = config.data.name, _dataset_problems
@@ -349,12 +350,9 @@ def _task(name: str) -> Iterator[str]:
         )
 
 
-def _strategy(config: Config) -> Iterator[str]:
-    name = config.parallel.strategy
+def _strategy(name: str) -> Iterator[str]:
     known = ("auto", *STRATEGIES)
-    if is_own_class(name):
-        yield from own_class_problems("parallel.strategy", name)
-    elif name not in known:
+    if name not in known:
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}; a class of your own "
             f"is named {package()}.<module>.<Class>"
