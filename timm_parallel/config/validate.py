@@ -32,11 +32,6 @@ from timm_parallel.keys import (
 )
 from timm_parallel.machine.imports import find_name
 
-# Scheduler -> the `cluster` keys that only this scheduler reads.
-KEYS_OF = {
-    "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds"),
-    "kubernetes": ("image", "namespace", "claim"),
-}
 DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 OF_KUBERNETES = "lower-case letters, digits and dashes, as Kubernetes allows in a name"
 # `cluster` key -> regular expression for its text, and its description.
@@ -63,14 +58,10 @@ def cluster_rules(config: Config) -> Iterator[str]:
         )
     if cluster.scheduler == "local":
         return
-    for scheduler, keys in KEYS_OF.items():
-        for key in keys:
-            value = getattr(cluster, key)
-            if scheduler != cluster.scheduler and value != getattr(ClusterConfig, key):
-                yield (
-                    f"cluster.{key}={value}: an option of {scheduler}, but "
-                    f"cluster={cluster.scheduler}"
-                )
+    for key, value, entry in leaves(cluster, "cluster."):
+        scheduler = entry.metadata.get("only")
+        if scheduler and scheduler != cluster.scheduler and value != entry.default:
+            yield f"{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
         yield (
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
