@@ -229,6 +229,10 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
 def _key_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each config key whose value is out of bounds."""
     for key, value, entry in leaves(config):
+        # OmegaConf takes a list as an item of a list of numbers or texts.
+        is_flat = str(entry.type).startswith(("list[int]", "list[float]", "list[str]"))
+        if is_flat and any(isinstance(item, list | dict) for item in value or ()):
+            yield f"{key}={value}: expected {type_text(entry)}"
         yield from (
             f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata)
         )

@@ -94,6 +94,8 @@ WRONG_TYPES = [
     ("optim.lr=${model.name}", "optim.lr=${model.name}: ", "number"),
     ("model.kwargs=3", "model.kwargs=3: ", "{name: value}"),
     ("tags=x", "tags", "x"),
+    ("data.mean=[[1]]", "data.mean=[[1]]: ", "[0.5,1.0]"),
+    ("optim.decay_milestones=[[1]]", "optim.decay_milestones=[[1]]: ", "[0.5,1.0]"),
     ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
     ("data.workers=many", "data.workers=many", "auto"),
     ("parallel.devices=true", "parallel.devices"),
