@@ -183,7 +183,7 @@ def _rows(group: str) -> list[str]:
 def _allowed(field: Any) -> str:
     choices = [
         text if isinstance(text, str) else json.dumps(text)
-        for text in field.metadata.get("choices", ())
+        for text in field.metadata.get("choices") or ()
     ]
     allowed = (
         [", ".join(choices)]

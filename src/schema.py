@@ -345,10 +345,13 @@ class DataConfig(timm_parallel.DataConfig):
         None, help="Pixels per side, or [height, width], in evaluation; null: image_size."
     )
     mean: list[float] | None = key(
-        None, help="Mean per channel of images in 0..1; null: the data's, else the model's."
+        None,
+        ge=0,
+        le=1,
+        help="Mean per channel of images in 0..1; null: the data's, else the model's.",
     )
     std: list[float] | None = key(
-        None, help="Standard deviation per channel of images in 0..1; see mean."
+        None, gt=0, le=1, help="Standard deviation per channel of images in 0..1; see mean."
     )
     crop_pct: float | None = key(
         None,
@@ -418,11 +421,6 @@ class DataConfig(timm_parallel.DataConfig):
                 f"data.root={self.root}: data.name={self.name} reads no folder; give data=folder "
                 "too, or data.root=null"
             )
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and not all(0 <= value <= 1 for value in values):
-                yield f"data.{name}={values}: expected a number in 0..1 per channel"
-        if self.std is not None and 0 in self.std:
-            yield f"data.std={self.std}: expected numbers above 0"
         if self.balance and self.augment.aug_repeats > 1:
             yield (
                 f"data.balance={self.balance}: already draws images repeatedly; set "
@@ -544,7 +542,13 @@ class OptimConfig(timm_parallel.OptimConfig):
         optim.sched or train.epochs.
         """
         for phase, changed in self.of.items():
-            yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
+            if isinstance(changed, dict):
+                yield from option_problems(f"optim.of.{phase}", OptimConfig, changed)
+            else:
+                yield (
+                    f"optim.of.{phase}={changed}: expected the keys of a phase, e.g. "
+                    "optim.of.<phase>.lr=0.0004"
+                )
         if is_own_class(self.sched):
             yield from own_class_problems("optim.sched", self.sched)
         elif self.sched not in SCHEDULES:

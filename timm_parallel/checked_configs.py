@@ -12,11 +12,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from timm_parallel.app import current
 from timm_parallel.config.arguments import parse_command_line
 from timm_parallel.config.compose import compose_command, load_config, typed_and_checked
-from timm_parallel.config.explain import explain, hint, is_known, key_hint
+from timm_parallel.config.explain import UNPARSABLE, explain, hint, is_known, key_hint
 from timm_parallel.config.resolve import resolve
 from timm_parallel.config.validate import check_combination, option_problems, refuse
 from timm_parallel.data.build import built_in
@@ -31,7 +32,7 @@ from timm_parallel.keys import (
     is_own_class,
 )
 from timm_parallel.machine.imports import import_class, import_name
-from timm_parallel.machine.ranks import Ranks, ranks_from_environment
+from timm_parallel.machine.ranks import ranks_from_environment
 from timm_parallel.metric import LOSS, Metric, metric_name
 from timm_parallel.task import Task, find_task
 
@@ -84,20 +85,7 @@ def evaluation_config(run: Path | None, overrides: list[str]) -> ResolvedConfig:
     `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
     `overrides`: `key=value` arguments, as on the command line of train.py.
     """
-    config = compose_evaluation(run, overrides, ranks_from_environment(os.environ))
-    check_task(config)
-    return config
-
-
-def compose_evaluation(
-    run: Path | None, overrides: list[str], ranks: Ranks | None
-) -> ResolvedConfig:
-    """Build the resolved config for an evaluation.
-
-    `run`: the folder of the run to evaluate. None: evaluate the model that the overrides name.
-    `overrides`: `key=value` arguments, as on the command line of train.py. `ranks`: identity of
-    this rank, if torchrun or srun started it.
-    """
+    ranks = ranks_from_environment(os.environ)
     for override in overrides:
         _check_key(override, KEYS_WITHOUT_RUN if run is None else KEYS_WITH_RUN)
     if run is not None:
@@ -114,7 +102,9 @@ def compose_evaluation(
     config.model.for_evaluation()
     config.tracker, config.train.accumulate = TrackerConfig(), 1
     check_combination(config)
-    return resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    resolved = resolve(config, *((ranks.world_size, ranks.local_world_size) if ranks else ()))
+    check_task(resolved)
+    return resolved
 
 
 def _check_key(override: str, allowed: tuple[str, ...]) -> None:
@@ -148,6 +138,8 @@ def _saved_config(run: Path, overrides: list[str]) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(dotted))
     except OmegaConfBaseException as error:
         raise ValueError(explain(error, dotted)) from error
+    except YAMLError:
+        raise ValueError(f"{' '.join(dotted)}: {UNPARSABLE}") from None
     return typed_and_checked(merged)  # type: ignore[arg-type]
 
 

@@ -71,21 +71,20 @@ def key(
     """Declare a config key, as a field of a config dataclass, with its default and, for a number,
     the bounds `ge`, `gt` and `le`.
 
-    `help`: one sentence for docs/keys.md. `only`: the strategy or tracker that reads the key; empty
-    if all do. `choices`: the allowed values. `ge`, `gt`, `le`: the bounds >=, > and <=. A key
-    with bounds also accepts `auto` if its type allows text. `syntax`: `auto_augment` for a text
-    that timm must be able to parse.
+    `help`: one sentence for docs/keys.md. `only`: the strategy, tracker or scheduler that reads the
+    key; empty if all do. `choices`: the allowed values. `ge`, `gt`, `le`: the bounds >=, > and <=.
+    A key with bounds also accepts `auto` if its type allows text. `syntax`: `auto_augment` for a
+    text that timm must be able to parse.
     """
-    metadata: dict[str, Any] = {
+    metadata = {
         "help": help,
         "only": only,
+        "choices": choices,
         "syntax": syntax,
         "ge": ge,
         "gt": gt,
         "le": le,
     }
-    if choices is not None:
-        metadata["choices"] = tuple(choices)
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -153,18 +152,24 @@ class ClusterConfig:
     time: str | None = key(
         None, help="Time limit, hh:mm:ss or d-hh:mm:ss, after which the scheduler stops the job."
     )
-    submit: bool = key(True, help="false: write the job's file and do not submit it.")
-    wait: bool = key(False, help="Wait until the job has ended, and exit with its code.")
-    partition: str | None = key(None, help="Slurm: partition of the job.")
-    account: str | None = key(None, help="Slurm: account of the job.")
-    gres: str | None = key(None, help="Slurm: generic resources instead of gpus, e.g. gpu:a100:4.")
-    signal_seconds: int = key(
-        90, ge=10, help="Slurm: seconds before cluster.time to save and requeue."
+    submit: bool = key(True, only="slurm", help="false: write the job's file and do not submit it.")
+    wait: bool = key(
+        False, only="slurm", help="Wait until the job has ended, and exit with its code."
     )
-    image: str | None = key(None, help="Kubernetes: container image.")
-    namespace: str | None = key(None, help="Kubernetes: namespace of the job.")
+    partition: str | None = key(None, only="slurm", help="Partition of the job.")
+    account: str | None = key(None, only="slurm", help="Account of the job.")
+    gres: str | None = key(
+        None, only="slurm", help="Generic resources instead of gpus, e.g. gpu:a100:4."
+    )
+    signal_seconds: int = key(
+        90, ge=10, only="slurm", help="Seconds before cluster.time to save and requeue."
+    )
+    image: str | None = key(None, only="kubernetes", help="Container image.")
+    namespace: str | None = key(None, only="kubernetes", help="Namespace of the job.")
     claim: str | None = key(
-        None, help="Kubernetes: volume claim for the run folder, which all nodes can mount."
+        None,
+        only="kubernetes",
+        help="Volume claim for the run folder, which all nodes can mount.",
     )
 
 
@@ -271,9 +276,11 @@ class TrackerConfig:
         class.
         """
         use = {"tensorboard": True} if self.use is None else self.use
-        built_in = {name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}" for name in use}
         return {
-            name: built_in[name] if value is True else str(value) for name, value in use.items()
+            name: f"timm_parallel.trackers.{name}.{TRACKERS.get(name)}"
+            if value is True
+            else str(value)
+            for name, value in use.items()
         }
 
     def problems(self, whole: object) -> Iterator[str]:

@@ -180,12 +180,12 @@ def export_hub(trained: Trained, folder: Path) -> list[str]:
             f"format=hub: run={trained.run}: its status is {status}, expected done; "
             f"finish the run with resume={trained.run}"
         )
-    if _problem_type(trained) is None and not _activation(trained.task):
+    problem_type = trained.task.problem_type
+    if problem_type is None and not _activation(trained.task):
         raise ValueError(
             f"format=hub: train.task={trained.config.train.task}: expected a task that "
             "the transformers library supports; use another format"
         )
-    problem_type = _problem_type(trained)
     more = {} if problem_type is None else {"problem_type": problem_type}
     # transformers ignores all class names if there are fewer names than outputs of the model.
     outputs: Any = trained.model.num_classes
@@ -215,14 +215,7 @@ def _model_card(trained: Trained) -> str:
         environment=read_environment(trained.run),
         metrics=_metrics(trained),
         activation=_activation(trained.task),
-        problem_type=_problem_type(trained),
     )
-
-
-def _problem_type(trained: Trained) -> str | None:
-    """Return the name of the task in transformers, or None if it needs none."""
-    name: str | None = getattr(trained.task, "problem_type", None)
-    return name
 
 
 def _activation(task: Any) -> str:

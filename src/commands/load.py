@@ -16,7 +16,6 @@ from src.schema import ResolvedConfig
 from src.tasks.images import ImageTask
 from timm_parallel import (
     Networks,
-    as_size,
     build_networks,
     find_task,
     load_config,
@@ -77,7 +76,7 @@ def load_trained(
         untrained,
         task.num_outputs,
         preprocessing.input_size[0],
-        None if size is None else as_size(size),
+        size,
         device,
     )
     # Class weights need the training labels, and only training uses them.

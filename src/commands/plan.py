@@ -28,7 +28,6 @@ from timm_parallel import (
     ImageDataset,
     InMemory,
     Networks,
-    as_size,
     autocast,
     batches_per_epoch,
     check_config,
@@ -134,7 +133,6 @@ def plan(
             raise ValueError(
                 f"{error}; or give images=N classes=N to plan without the data"
             ) from None
-    if sizes is None:
         images = load_dataset(config)
     else:
         target = find_task(config.train.task, ImageTask).target
@@ -186,7 +184,7 @@ def _count(config: ResolvedConfig, images: ImageDataset, devices: int) -> Plan:
             config.model,
             task.num_outputs,
             images.in_chans,
-            None if sides is None else as_size(sides),
+            sides,
             torch.device("meta"),
         )
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -15,6 +15,7 @@ from torch import nn
 
 from src.schema import ModelConfig
 from timm_parallel import (
+    as_size,
     create_model_with_filter,
     import_class,
     is_own_class,
@@ -27,11 +28,12 @@ def build_model(
     config: ModelConfig,
     outputs: int,
     in_chans: int,
-    image_size: tuple[int, int] | None,
+    image_size: Any,
     device: torch.device,
 ) -> nn.Module:
     """Build the model of the config, with the outputs of the task, and the channels and image size
-    of the data. The caller loads the weights of model.weights.
+    of the data. The caller loads the weights of model.weights. `image_size`: a value of
+    data.image_size; None: that of the model.
     """
     if config.num_classes is not None and config.num_classes < outputs:
         raise ValueError(
@@ -105,11 +107,9 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     return model_class(**arguments, **config.kwargs)
 
 
-def _timm_model(
-    config: ModelConfig, arguments: dict[str, Any], image_size: tuple[int, int] | None
-) -> Any:
+def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: Any) -> Any:
     if image_size is not None and _takes_image_size(config.name):
-        arguments["img_size"] = image_size
+        arguments["img_size"] = as_size(image_size)
     arguments |= config.kwargs
     if config.weights is not None:
         return create_model_with_filter(config.name, arguments)

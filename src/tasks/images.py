@@ -60,6 +60,9 @@ class ImageTask(Task[ResolvedConfig]):
     # Endings that `write` appends to its `name`, one per file, for example `.png`. predict.py
     # refuses to overwrite these files.
     endings: ClassVar[tuple[str, ...]] = ()
+    # Name of the task in transformers (problem_type), which export.py format=hub writes into its
+    # files. None if transformers needs none.
+    problem_type: ClassVar[str | None] = None
 
     def train_transform(self, size: tuple[int, int], resize: bool, mean: tuple[float, ...]) -> Any:
         """Build the augmentation of training samples, a function (uint8 image, target) -> (image,
@@ -152,9 +155,6 @@ class LossTask(ImageTask):
     # Name in train.loss -> loss. If train.loss is a class of the project, the first of these losses
     # computes the evaluation loss.
     known_losses: ClassVar[Mapping[str, Loss]]
-    # Name of the task in transformers (problem_type), which export.py format=hub writes into its
-    # files. None if transformers needs none.
-    problem_type: ClassVar[str | None] = None
 
     def __init__(self, config: ResolvedConfig, names: Sequence[str]) -> None:
         super().__init__(config, names)

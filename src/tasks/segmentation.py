@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision import tv_tensors
-from torchvision.transforms import v2
 
 from src.data.transforms import Preprocessing, evaluation_transform, train_transform
 from src.schema import ResolvedConfig
@@ -293,9 +292,8 @@ class Segmentation(LossTask):
                 f"data.augment.train_crop_mode={augment.train_crop_mode}: cannot crop masks; use "
                 "rrc"
             )
-        steps = train_transform(augment, size, False, mean, mask_fill=IGNORED)
-        if resize and augment.scale is None and augment.train_crop_mode is None:
-            steps = v2.Compose([v2.Resize(size), *([] if steps is None else [steps])])
+        # Like the evaluation, resize whole images and masks.
+        steps = train_transform(augment, size, resize, mean, "squash", mask_fill=IGNORED)
         return None if steps is None else WithMask(steps)
 
     def preprocessing(self, given: Any) -> Any:

@@ -25,7 +25,6 @@ from timm_parallel import (
     ImageDataset,
     Mixing,
     Strategy,
-    as_size,
     build_eval_loaders,
     build_parts,
     find_task,
@@ -74,8 +73,9 @@ def build_data_and_model(
         dataset = load_dataset(config, trained_names)
         task = find_task(config.train.task, ImageTask)(config, dataset.target_names)
         sides = config.data.image_size or dataset.image_size
-        size = None if sides is None else as_size(sides)
-        model = build_model(config.model, task.num_outputs, dataset.in_chans, size, strategy.device)
+        model = build_model(
+            config.model, task.num_outputs, dataset.in_chans, sides, strategy.device
+        )
     outputs = config.model.num_classes or task.num_outputs
     if outputs > task.num_outputs and strategy.group.is_first:
         log.warning(

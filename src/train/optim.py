@@ -15,6 +15,7 @@ from timm.models import model_parameters
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.optim._optim_factory import OptimInfo, default_registry
 from timm.scheduler import create_scheduler_v2
+from timm.utils import dispatch_clip_grad
 from timm.utils.agc import unitwise_norm
 from torch import Tensor, nn
 
@@ -48,10 +49,12 @@ def build_learning(
     optim = config.optim.of_phase(phase)
     optimizer = build_optimizer(optim, config.rate_of(optim), networks, strategy.traits.shards)
     schedule = build_schedule(optim, config.train, optimizer, steps_per_epoch)
+    # Without a fused kernel that skips overflowed gradients, the GradScaler must read on the CPU if
+    # a gradient overflowed, so the CPU waits for the GPU in every step.
     if (
         config.train.precision == "fp16"
         and strategy.device.type == "cuda"
-        and waits_for_scaler(optimizer)
+        and not getattr(optimizer, "_step_supports_amp_scaling", False)
     ):
         log.info(
             "fp16         optim.opt=%s waits for the GPU in every step; adamw or sgd do not",
@@ -172,10 +175,8 @@ def clip_gradients(config: OptimConfig, networks: Mapping[str, nn.Module]) -> No
     limit = config.clip_grad
     assert limit is not None
     parameters = list(nn.ModuleDict(networks).parameters())
-    if config.clip_mode == "norm":
-        nn.utils.clip_grad_norm_(parameters, limit)
-    elif config.clip_mode == "value":
-        nn.utils.clip_grad_value_(parameters, limit)
+    if config.clip_mode != "agc":
+        dispatch_clip_grad(parameters, limit, config.clip_mode)
     elif "model" in networks:
         # As in timm, adaptive clipping does not change the head; nor does it change the parameters
         # of a loss.
@@ -201,14 +202,6 @@ def clip_adaptively(parameters: Iterable[Tensor], factor: float, eps: float = 1e
     # Clamp the factors to 1, so that a gradient below its limit is not enlarged.
     torch._foreach_clamp_max_(factors, 1)
     torch._foreach_mul_(gradients, factors)
-
-
-def waits_for_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if, with fp16, the optimizer makes the CPU wait for the GPU in every step.
-    Without a fused kernel that skips overflowed gradients, the GradScaler must read on the CPU if a
-    gradient overflowed.
-    """
-    return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def build_schedule(

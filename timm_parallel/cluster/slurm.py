@@ -24,6 +24,9 @@ from timm_parallel.machine.ranks import NodeAddress, host_name
 
 T = TypeVar("T")
 SCRIPT, JOB_ID = "job.sbatch", "job.id"
+# File in which a user writes #SBATCH lines and shell lines for every job of this machine, below the
+# project's root.
+LOCAL_LINES = "conf/local/slurm.sh"
 # Exit code of a run that stopped after SIGUSR1, which is signal 10 on Linux. The number is written
 # out, because signal.SIGUSR1 differs on other systems such as macOS.
 WARNED = 128 + 10
@@ -37,13 +40,6 @@ ENDED |= {"DEADLINE", "PREEMPTED", "BOOT_FAIL"}
 # Range of ports for the key-value store on node 0. It ends below 32768, where the ports begin that
 # Linux gives to outgoing connections.
 FIRST_PORT, PORTS = 20000, 12000
-
-
-def local_lines() -> Path:
-    """Return the path of conf/local/slurm.sh, in which a user writes #SBATCH lines and shell lines
-    for every job of this machine.
-    """
-    return root() / "conf" / "local" / "slurm.sh"
 
 
 def write_script(config: Config, folder: Path) -> None:
@@ -88,8 +84,11 @@ def sbatch(script: Path) -> str:
     """
     # Remove the SLURM_ variables of a surrounding job, because sbatch would read them as options of
     # the new job.
-    names = [name for name in os.environ if not name.startswith("SLURM_") or name == "SLURM_CONF"]
-    environment = {name: os.environ[name] for name in names}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)],
         capture_output=True,
@@ -201,7 +200,7 @@ def _local_lines() -> tuple[list[str], str]:
     """Read conf/local/slurm.sh. Return (its `#SBATCH` lines, its other lines as one text)."""
     # Take shell code from this file only. A config or a run folder may come from another person, so
     # it must not add shell code to a job.
-    own = local_lines()
+    own = root() / LOCAL_LINES
     lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
     options = [line for line in lines if line.startswith("#SBATCH")]
     setup = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]

@@ -30,13 +30,6 @@ def print_json(value: Any) -> None:
 class _CommandLine(argparse.ArgumentParser):
     """Argument parser of scripts, which `command_line` builds."""
 
-    def __init__(self, about: str | None) -> None:
-        super().__init__(
-            description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
     def parse_known_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
@@ -61,7 +54,11 @@ def command_line(about: str | None) -> argparse.ArgumentParser:
     `json=true`. Scripts must call its method parse_intermixed_args, because only that method
     accepts `topk=5`. `about`: text of --help.
     """
-    return _CommandLine(about)
+    return _CommandLine(
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def errors_in_one_line(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterable
@@ -212,6 +213,7 @@ TYPES = {
     "list[int]": "a list of integers, [0,1]",
     "list[float]": "a list of numbers, [0.5,1.0]",
     "list[str]": "a list of texts, [a,b]",
+    "Any": "a value",
 }
 
 
@@ -252,8 +254,6 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
                 f"{file.group(1)}.yaml, and save the file without a byte order mark"
             )
         return f"{key}: unknown key{key_hint(key)}"
-    if "Missing mandatory" in text:
-        return required(key)
     as_given = {
         override.lstrip("+~").partition("=")[0]: override.lstrip("+~") for override in overrides
     }
@@ -273,8 +273,9 @@ def explain(error: Exception, overrides: Iterable[str] = ()) -> str:
 
 def required(key: str) -> str:
     """Build the error message for a key whose value is `???`, with the help text of the key."""
-    helps = {known: entry.metadata["help"] for known, _, entry in leaves(current().config())}
-    meaning = f" ({helps[key].rstrip('.')})" if key in helps else ""
+    helps = {known: entry.metadata.get("help") for known, _, entry in leaves(current().config())}
+    text = helps.get(key)
+    meaning = f" ({text.rstrip('.')})" if text else ""
     return f"{key}=???: required{meaning}; set {key}=…"
 
 
@@ -337,8 +338,8 @@ def _expected(key: str) -> str:
     if known != key:
         return f"expected keys below it; set one, e.g. {known}=…"
     default = "" if value is None else f"; the default is {key}={yaml_text(value)}"
-    if "choices" in entry.metadata:
-        return f"allowed: {', '.join(map(yaml_text, entry.metadata['choices']))}{default}"
+    if choices := entry.metadata.get("choices"):
+        return f"allowed: {', '.join(map(yaml_text, choices))}{default}"
     return f"expected {type_text(entry)}{default}"
 
 
@@ -346,4 +347,9 @@ def type_text(entry: Any) -> str:
     """Describe the type of a config key in words, e.g. `auto or an integer`. `entry`: its dataclass
     field.
     """
-    return TYPES.get(entry.type) or " or ".join(TYPES[name] for name in entry.type.split(" | "))
+    annotation = entry.type
+    # A module without `from __future__ import annotations` has types in place of texts.
+    if not isinstance(annotation, str):
+        annotation = inspect.formatannotation(annotation)
+    names = [annotation] if annotation in TYPES else annotation.split(" | ")
+    return " or ".join(TYPES.get(name, name) for name in names)

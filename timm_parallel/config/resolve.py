@@ -292,8 +292,9 @@ def count_that_divides(present: int, batch: int | None, pairs: bool = False) -> 
     """
     if batch is None:
         return present
-    for count in range(present, 0, -1):
-        share, rest = divmod(batch, count)
-        if rest == 0 and not (pairs and share % 2):
-            return count
-    return present
+    fitting = [
+        count
+        for count in range(1, present + 1)
+        if batch % count == 0 and not (pairs and batch // count % 2)
+    ]
+    return max(fitting, default=present)

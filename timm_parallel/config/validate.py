@@ -30,13 +30,8 @@ from timm_parallel.keys import (
     is_timm_dataset,
     leaves,
 )
-from timm_parallel.machine.imports import find_class, find_name
+from timm_parallel.machine.imports import find_name
 
-# Scheduler -> the `cluster` keys that only this scheduler reads.
-KEYS_OF = {
-    "slurm": ("submit", "wait", "partition", "account", "gres", "signal_seconds"),
-    "kubernetes": ("image", "namespace", "claim"),
-}
 DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 OF_KUBERNETES = "lower-case letters, digits and dashes, as Kubernetes allows in a name"
 # `cluster` key -> regular expression for its text, and its description.
@@ -63,14 +58,10 @@ def cluster_rules(config: Config) -> Iterator[str]:
         )
     if cluster.scheduler == "local":
         return
-    for scheduler, keys in KEYS_OF.items():
-        for key in keys:
-            value = getattr(cluster, key)
-            if scheduler != cluster.scheduler and value != getattr(ClusterConfig, key):
-                yield (
-                    f"cluster.{key}={value}: an option of {scheduler}, but "
-                    f"cluster={cluster.scheduler}"
-                )
+    for key, value, entry in leaves(cluster, "cluster."):
+        scheduler = entry.metadata.get("only")
+        if scheduler and scheduler != cluster.scheduler and value != entry.default:
+            yield f"{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
         yield (
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
@@ -189,7 +180,7 @@ def refuse(*problems: Iterator[str]) -> None:
 
 def check_values(config: Config) -> None:
     """Raise RefusedError if a config value is invalid by itself, regardless of other keys."""
-    refuse(_key_problems(config), _names(config), _strategy(config), _trackers(config))
+    refuse(_key_problems(config), _names(config), _trackers(config))
 
 
 def check_combination(config: Config) -> None:
@@ -201,10 +192,12 @@ def check_combination(config: Config) -> None:
 
 
 def own_class_problems(key: str, name: str) -> Iterator[str]:
-    """Yield an error message if a class of the project does not exist. `key`: the config key that
-    names the class. `name`: dotted name of the class.
+    """Yield an error message if the package of the project defines no such class. An error in the
+    code of its module is raised unchanged. `key`: the config key that names the class. `name`:
+    dotted name of the class.
     """
-    if find_class(name, package()) is None:
+    found = find_name(name, package())
+    if not isinstance(found, type) or found.__module__.partition(".")[0] != package():
         yield (
             f"{key}={name}: no such class; expected {package()}.<module>.<Class> with <module> "
             f"a file under {package()}/"
@@ -236,6 +229,10 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
 def _key_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each config key whose value is out of bounds."""
     for key, value, entry in leaves(config):
+        # OmegaConf takes a list as an item of a list of numbers or texts.
+        is_flat = str(entry.type).startswith(("list[int]", "list[float]", "list[str]"))
+        if is_flat and any(isinstance(item, list | dict) for item in value or ()):
+            yield f"{key}={value}: expected {type_text(entry)}"
         yield from (
             f"{key}={value}: {problem}" for problem in _out_of_bounds(value, entry.metadata)
         )
@@ -243,16 +240,20 @@ def _key_problems(config: Config) -> Iterator[str]:
 
 def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
     """Compare a value with the bounds and choices in the metadata of its config key. Yield a
-    description of the allowed values, e.g. `expected >= 1`, if the value is not allowed.
+    description of the allowed values, e.g. `expected >= 1`, if the value is not allowed. Each item
+    of a list is compared.
     """
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
-            yield "expected a finite number"
-    least, above, most = (bounds.get(name) for name in ("ge", "gt", "le"))
+    if isinstance(value, list):
+        for item in value:
+            yield from _out_of_bounds(item, bounds)
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        yield "expected a finite number"
+    least, above, most, choices = (bounds.get(name) for name in ("ge", "gt", "le", "choices"))
     if value is None:
         return
-    if "choices" in bounds and value not in bounds["choices"]:
-        yield f"allowed: {', '.join(map(str, bounds['choices']))}"
+    if choices is not None and value not in choices:
+        yield f"allowed: {', '.join(map(str, choices))}"
     elif bounds.get("syntax") == "auto_augment":
         if not any(re.fullmatch(pattern, value) for pattern in AUTO_AUGMENT):
             yield "expected timm's syntax, e.g. rand-m9-mstd0.5-inc1, augmix-m5-w4 or v0"
@@ -268,13 +269,14 @@ def _out_of_bounds(value: Any, bounds: Any) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Yield an error message for each name of a model, optimizer, dataset, task or training loop
-    that neither the project nor timm has.
+    """Yield an error message for each name of a model, optimizer, dataset, task, strategy or
+    training loop that neither the project nor the library nor timm has.
     """
     yield from _weights_problems(config.model.kwargs)
     chosen = {
         "model.name": (config.model.name, _model_problems),
         "optim.opt": (config.optim.opt, _optimizer_problems),
+        "parallel.strategy": (config.parallel.strategy, _strategy),
     }
     if current().datasets:
         chosen["data.name"] = config.data.name, _dataset_problems
@@ -343,12 +345,9 @@ def _task(name: str) -> Iterator[str]:
         )
 
 
-def _strategy(config: Config) -> Iterator[str]:
-    name = config.parallel.strategy
+def _strategy(name: str) -> Iterator[str]:
     known = ("auto", *STRATEGIES)
-    if is_own_class(name):
-        yield from own_class_problems("parallel.strategy", name)
-    elif name not in known:
+    if name not in known:
         yield (
             f"parallel.strategy={name}: no such strategy{hint(name, known)}; a class of your own "
             f"is named {package()}.<module>.<Class>"

@@ -121,10 +121,9 @@ def _check_timm_dataset(data: DataConfig) -> None:
     read.
     """
     source = data.name.partition("/")[0]
-    package = {"hfds": "datasets", "torch": "torchvision"}.get(source)
-    if package is not None and find_spec(package) is None:
+    if source == "hfds" and find_spec("datasets") is None:
         raise ValueError(
-            f"data.name={data.name}: needs a package that is not installed: pip install {package}"
+            f"data.name={data.name}: needs a package that is not installed: pip install datasets"
         )
     # A Hugging Face dataset is read from the cache of the hub. torchvision makes the folder for a
     # download.

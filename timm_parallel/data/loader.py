@@ -116,8 +116,6 @@ class BatchFetcher:
         # Indices from num_images on stand for further augmented copies of the images. Index i reads
         # the image i % num_images.
         self.num_images = substitutes or len(split)
-        # If the images are in memory and no transform changes each image, a batch is read by one
-        # indexing operation.
         # A stream has no order of its own, so every process reads it from its start, and keeps the
         # samples that it needs.
         self.is_stream = hasattr(split, "stream")
@@ -125,6 +123,8 @@ class BatchFetcher:
         # Epoch of the stream that is being read, and the place of its next sample.
         self._at = (0, 0)
         self.in_memory = in_memory(split)
+        # If the images are in memory and no transform changes each image, a batch is read by one
+        # indexing operation.
         self.gathers = self.in_memory is not None and transform is None
         self.is_range_checked = False
         if self.in_memory is not None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TextIO
@@ -272,7 +272,7 @@ def run_ranks(
     # 0 without returning.
     command = [sys.executable, *SAFE_PATH, "-m", "timm_parallel.rank", current().name, str(folder)]
     oom_kills_before = hardware.oom_kills()
-    with RunFolder(folder) as place, terminate_descendants():
+    with closing(RunFolder(folder)) as place, terminate_descendants():
         if config.parallel.has_ranks:
             ended = run_agent(command, config.parallel, folder / "logs" / ".agent", rendezvous)
         else:

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -102,7 +102,7 @@ def run_rank(
         signal.signal(number, stop_handler)
     try:
         with (
-            RunFolder(folder) as place,
+            closing(RunFolder(folder)) as place,
             Watchdog(config.parallel, folder, ranks, store, stacks, before_exit) as heartbeats,
         ):
             # Exit after a signal if no code handles the signal yet, because there is nothing to

@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from timm_parallel.errors import UnknownFormatError
@@ -241,8 +240,8 @@ GONE = "FolderGone"
 
 
 class RunFolder:
-    """Run folder of this process, with a method that detects its deletion. It is a context manager,
-    because it keeps the folder open.
+    """Run folder of this process, with a method that detects its deletion. It keeps the folder open
+    until `close` is called.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -257,15 +256,7 @@ class RunFolder:
             os.open(self.path, os.O_RDONLY) if os.name == "posix" and self._marks else None
         )
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -66,13 +66,3 @@ def find_name(name: str, package: str) -> Any:
         if f"{module}.".startswith(f"{error.name}."):
             return None
         raise
-
-
-def find_class(name: str, package: str) -> type | None:
-    """Import a class that a package defines. Return None if the package has no such class.
-
-    `name`: dotted name of the class. An error in the code of its module is raised unchanged.
-    """
-    found = find_name(name, package)
-    is_defined_there = isinstance(found, type) and found.__module__.partition(".")[0] == package
-    return found if is_defined_there else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,7 +123,7 @@ class Run:
             with Console(strategy.group.is_first, parts.total_steps, step) as console:
                 recorder = Recorder(parts.config, self.folder, strategy.group.is_first, step)
                 on_close.callback(recorder.close)
-                place = on_close.enter_context(RunFolder(self.folder))
+                place = on_close.enter_context(closing(RunFolder(self.folder)))
                 stop_handler.request = strategy.group.stop.request
                 training = Training(self, recorder, console, place)
                 try:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.template.runs import FAULTY, fault_environment, resolved, run_warm, tiny
-from timm_parallel.checked_configs import check_task, compose_evaluation
+from timm_parallel import checked_configs
+from timm_parallel.checked_configs import check_task, evaluation_config
 from timm_parallel.config.compose import (
     compose_command,
     load_config,
@@ -162,11 +163,17 @@ def test_accumulate_auto_error_names_keys_to_change_when_one_image_exceeds_the_m
     ],
 )
 def test_accumulate_auto_is_refused_if_ranks_cannot_start_again_and_ignored_in_evaluation(
-    tmp_path: Path, overrides: tuple[str, ...], world_size: int | None
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = compose_command(parse(*tiny(*overrides, "train.accumulate=auto"))).config
     with pytest.raises(ValueError, match=r"train\.accumulate=1"):
         resolve(config, world_size)
     words = ["experiment=finetune", f"data.root={tmp_path}", "parallel=ddp"]
-    evaluation = compose_evaluation(None, words, Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(
+        checked_configs, "ranks_from_environment", lambda environment: Ranks(0, 2, 0, 2)
+    )
+    evaluation = evaluation_config(None, words)
     assert (evaluation.train.accumulate, evaluation.parallel.devices) == (1, 2)

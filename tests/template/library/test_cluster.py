@@ -154,7 +154,7 @@ def test_lines_of_local_slurm_sh_appear_in_job_script_and_no_other_run_file(
         "#!/bin/bash\n#SBATCH --exclusive\nmodule load cuda\nexport A='b'\n#SBATCH "
         "--mail-type=END\n"
     )
-    monkeypatch.setattr(slurm, "local_lines", lambda: local)
+    monkeypatch.setattr(slurm, "LOCAL_LINES", local)
     lines = script(main).splitlines()
     first_command = next(
         number for number, line in enumerate(lines) if line and not line.startswith("#")

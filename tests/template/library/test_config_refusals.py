@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,19 @@ from src.schema import (
 from src.tasks.classification import Classification, ClassLoss
 from tests.template.runs import ROOT
 from timm_parallel.checked_configs import check_task
+from timm_parallel.config import validate
 from timm_parallel.config.compose import compose_command, save_config
 from timm_parallel.config.resolve import resolve
-from timm_parallel.config.validate import check_combination
+from timm_parallel.config.validate import (
+    check_combination,
+    option_problems,
+    own_class_problems,
+)
 from timm_parallel.keys import STRATEGIES, TRAITS, ParallelConfig, strategy_options
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.machine import hardware
 from timm_parallel.machine.hardware import CudaDevice
-from timm_parallel.machine.imports import find_class, find_name, import_name
+from timm_parallel.machine.imports import find_name, import_name
 from timm_parallel.testing.commands import Refuse
 from timm_parallel.testing.configs import conf, parse
 
@@ -89,6 +94,8 @@ WRONG_TYPES = [
     ("optim.lr=${model.name}", "optim.lr=${model.name}: ", "number"),
     ("model.kwargs=3", "model.kwargs=3: ", "{name: value}"),
     ("tags=x", "tags", "x"),
+    ("data.mean=[[1]]", "data.mean=[[1]]: ", "[0.5,1.0]"),
+    ("optim.decay_milestones=[[1]]", "optim.decay_milestones=[[1]]: ", "[0.5,1.0]"),
     ("parallel.device_ids=[a]", "parallel.device_ids=[a]: ", "[0,1]"),
     ("data.workers=many", "data.workers=many", "auto"),
     ("parallel.devices=true", "parallel.devices"),
@@ -109,6 +116,8 @@ WRONG_NUMBERS = [
     ("data.image_size=[32]", "data.image_size=[32]"),
     ("data.eval_image_size=[32,0]", "data.eval_image_size=[32, 0]"),
     ("data.workers=-1", "data.workers=-1"),
+    ("data.mean=[0.5,2]", "data.mean=[0.5, 2.0]", "<= 1"),
+    ("data.std=[0]", "data.std=[0.0]", "> 0"),
     ("data.augment.scale=[0.1,nan]", "data.augment.scale", "nan"),
     ("data.augment.scale=[1.0,0.1]", "data.augment.scale=[1.0, 0.1]"),
     (
@@ -179,6 +188,7 @@ PLACES = [
     ("hydra.run.dir=null", "hydra.run.dir"),
     ("hydra.run.dir=", "hydra.run.dir="),
     ("hydra.run.dir=.", "hydra.run.dir=."),
+    ("hydra.run.dir=${hydra.job.id}", "hydra.run.dir=${hydra.job.id}: ", "hydra.job.id"),
     (f"hydra.run.dir={ROOT}/train.py/below", "hydra.run.dir", "train.py/below"),
     ("hydra.run.dir=/proc/nope/run", "hydra.run.dir=/proc/nope/run"),
     ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN"),
@@ -188,6 +198,7 @@ PLACES = [
     ("data.root=/my holiday photos seed=1", "holiday: ", "quote a value with spaces"),
     ("seed=1 model.weights=/all runs/best.pt", "runs/best.pt", "quote a value with spaces"),
     ("--hlep", "--hlep"),
+    ("data.image_size", "data.image_size: a value is missing", "data.image_size=…"),
     ("--optim.weight-decay 0.1", "--optim.weight-decay", "optim.weight_decay", "dashes"),
 ]
 
@@ -453,6 +464,21 @@ def test_config_validation_applies_the_rule_that_a_subclass_of_model_config_adds
 
 
 @portable
+def test_option_of_a_task_with_a_wrong_type_is_refused_for_any_type_annotation() -> None:
+    """A module without `from __future__ import annotations` has types in place of texts."""
+    types = {"a": int, "b": int | None, "c": "tuple[int, int]"}
+    options = make_dataclass(
+        "Options", [(name, of, field(default=None)) for name, of in types.items()]
+    )
+    problems = [*option_problems("train.task_kwargs", options, dict.fromkeys(types, "x"))]
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "expected an integer",
+        "expected an integer or null",
+        "expected tuple[int, int]",
+    ]
+
+
+@portable
 def test_option_of_dp_ddp_or_fsdp_is_refused_under_another_strategy() -> None:
     assert set(strategy_options().values()) == {"dp", "ddp", "fsdp"}
     assert set(strategy_options()) <= {entry.name for entry in fields(ParallelConfig)}
@@ -532,9 +558,13 @@ def test_class_is_found_only_if_the_package_defines_it(
     (package / "models.py").write_text("class Net: ...\ndef f(): ...\n")
     (package / "broken.py").write_text("import package_that_is_not_installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_class("own_package.models.Net", "own_package") is not None
-    assert find_class("own_package.models.f", "own_package") is None
+    (package / "imported.py").write_text("from pathlib import Path\n")
     assert callable(find_name("own_package.models.f", "own_package"))
-    assert find_class("own_package.models.Net", "src") is None
+    assert [*own_class_problems("model.name", "own_package.models.Net")]
+    monkeypatch.setattr(validate, "package", lambda: "own_package")
+    assert not [*own_class_problems("model.name", "own_package.models.Net")]
+    for other in ("models.f", "models.Other", "imported.Path", "missing.Net"):
+        (line,) = own_class_problems("model.name", f"own_package.{other}")
+        assert line.startswith(f"model.name=own_package.{other}: no such class")
     with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
-        find_class("own_package.broken.Net", "own_package")
+        [*own_class_problems("model.name", "own_package.broken.Net")]

@@ -150,7 +150,7 @@ def test_search_submits_every_trial_as_a_slurm_job(
     slurm.at_once, folder = "done", tmp_path / "search"
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
-    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
+    monkeypatch.setattr("timm_parallel.cluster.slurm.LOCAL_LINES", local)
     assert search(folder, "search.n_jobs=2") == 0
     assert [Path(script).parent.name for script in slurm.scripts] == ["0", "1", "2"]
     assert [job.status for job in read_jobs(folder).jobs] == ["done"] * 3
@@ -234,7 +234,7 @@ def test_slurm_array_tasks_update_jobs_json_and_resume_submits_the_unfinished_on
     assert "#SBATCH --array=0,2%2" in (folder / "job.sbatch").read_text()
     local = tmp_path / "slurm.sh"
     local.write_text("module load cuda\n")
-    monkeypatch.setattr("timm_parallel.cluster.slurm.local_lines", lambda: local)
+    monkeypatch.setattr("timm_parallel.cluster.slurm.LOCAL_LINES", local)
     assert multirun(arguments) == 0
     assert "\nmodule load cuda\n" in (folder / "job.sbatch").read_text(), (
         "expected the setup lines of the machine that submits the array"

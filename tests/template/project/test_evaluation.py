@@ -38,8 +38,8 @@ from tests.template.runs import (
     run_python,
     run_warm,
 )
-from timm_parallel import find_task
-from timm_parallel.checked_configs import compose_evaluation
+from timm_parallel import checked_configs, find_task
+from timm_parallel.checked_configs import evaluation_config
 from timm_parallel.config.compose import save_config
 from timm_parallel.data.build import build_dataset
 from timm_parallel.data.dataset import InMemory
@@ -53,17 +53,29 @@ from timm_parallel.testing.ranks import in_ranks
 
 
 def test_evaluation_of_a_slurm_run_uses_the_devices_of_this_machine_and_compiles_no_model(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = ("cluster=slurm", "cluster.submit=false", "cluster.gpus=1", "cluster.nodes=2")
     save_config(resolved(*slurm, "parallel=ddp", "model.compile=true"), tmp_path)
-    config = compose_evaluation(tmp_path, [], None)
+    config = evaluation_config(tmp_path, [])
     assert isinstance(config.model, ModelConfig) and not config.model.compile
     parallel = config.parallel
     assert (parallel.strategy, parallel.devices) == ("single", 1)
     assert parallel.accelerator == resolved("parallel=single").parallel.accelerator
     spread = ["parallel=ddp", "parallel.backend=gloo"]
-    assert compose_evaluation(tmp_path, spread, Ranks(0, 2, 0, 2)).parallel.devices == 2
+    monkeypatch.setattr(
+        checked_configs, "ranks_from_environment", lambda environment: Ranks(0, 2, 0, 2)
+    )
+    assert evaluation_config(tmp_path, spread).parallel.devices == 2
+
+
+@pytest.mark.parametrize("word", ["data.batch_size=x", "data.image_size=[32"])
+def test_value_that_cannot_be_read_is_refused_for_the_evaluation_of_a_run(
+    tmp_path: Path, word: str
+) -> None:
+    save_config(resolved("parallel=single"), tmp_path)
+    with pytest.raises(ValueError, match=f"^{re.escape(word)}: "):
+        evaluation_config(tmp_path, [word])
 
 
 def test_images_in_memory_are_evaluated_with_the_transform_of_an_own_task(
@@ -312,8 +324,12 @@ def pictures_of(page: Path) -> list[Image.Image]:
 
 
 def write_worst(ranks: Ranks, store: Any, run: str, page: str) -> None:
-    words = [] if store is None else ["parallel=ddp", "parallel.devices=2"]
-    config = own(compose_evaluation(Path(run), words, None if store is None else ranks))
+    words = []
+    if store is not None:
+        # This process has no environment variables of torchrun.
+        checked_configs.ranks_from_environment = lambda environment: ranks
+        words = ["parallel=ddp", "parallel.devices=2"]
+    config = own(evaluation_config(Path(run), words))
     options: Any = {"worst": 7, "page": Path(page)}
     strategy = build_strategy(config, ranks, store)
     assert list(evaluate_config(config, strategy, Path(run), "val", "last", **options))

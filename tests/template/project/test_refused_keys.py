@@ -33,6 +33,7 @@ BEFORE_A_RUN = [
     "+optim.sched_kwargs.min_lr=0.1",
     "optim.sched=constant optim.warmup_prefix=false",
     "optim.clip_mode=agc",
+    "+optim.of.lr=0.1",
     "checkpoint.metric=val/acc_ema",
     "data=timm data.root=. data.name=torch/cifar11",
     "data=timm data.root=. data.name=tfds/mnist",

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, v2
 
 import evaluate as evaluate_script
 from scripts import check_data as check_data_script
@@ -101,6 +102,15 @@ def test_mask_still_matches_the_image_after_every_augmentation(
     assert int(difference.max()) <= sum(6 * (max(1, 20 / side) + 0.5) for side in size)
     if padding and not scale:
         assert bool((image[0][~is_inside] == 0).all())
+
+
+def test_whole_training_images_are_resized_with_the_interpolation_of_the_config() -> None:
+    image, mask = torch.randint(0, 256, (3, 40, 30), dtype=torch.uint8), torch.zeros(40, 30)
+    for name in ("bilinear", "bicubic"):
+        task = task_of(250, MASKS, interpolation=name)
+        resized, _ = task.train_transform((16, 24), True, (0.5, 0.5, 0.5))(image, mask.byte())
+        expected = v2.functional.resize(image, [16, 24], InterpolationMode(name))
+        assert torch.equal(resized, expected), name
 
 
 def task_for(size: list[int], **options: Any) -> Any:

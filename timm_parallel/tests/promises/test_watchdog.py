@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -376,7 +377,7 @@ def test_run_folder_counts_as_gone_only_when_it_is_deleted_moved_or_replaced(
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").touch()
-    with RunFolder(folder) as place:
+    with closing(RunFolder(folder)) as place:
         assert not place.problem()
         with monkeypatch.context() as patched:
             patched.setattr(Path, "stat", fail)
