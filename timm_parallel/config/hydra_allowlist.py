@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from timm_parallel.app import root
-from timm_parallel.config.explain import check_option, is_declared, is_known, key_hint
+from timm_parallel.config.explain import check_option, is_declared, is_known, key_hint, required
 from timm_parallel.keys import is_below, plain_values
 
 SETTABLE = (
@@ -94,8 +94,11 @@ def _options_of(loader: Any, group: str) -> list[str]:
 
 def check_hydra_block(tree: DictConfig) -> None:
     """Raise ValueError if a key of the `hydra` section that users may not change differs from its
-    default.
+    default, or if the name of a folder is `???`.
     """
+    for section, key in (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir")):
+        if OmegaConf.is_missing(tree.hydra[section], key):
+            raise ValueError(required(f"hydra.{section}.{key}"))
     given = {pair for pair in _pairs(tree) if not is_below(pair[0], (*SETTABLE, *FILLED_IN))}
     # Compare with the project's defaults (conf/hydra/default.yaml) first, then with Hydra's own. A
     # config that does not include the project's file, such as config.yaml of a run, has Hydra's own

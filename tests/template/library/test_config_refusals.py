@@ -186,6 +186,7 @@ PLACES = [
     ("--config-dir=/nope", "--config-dir=/nope"),
     ("data=timm --cfg=job", "data.name=???"),
     ("hydra.run.dir=null", "hydra.run.dir"),
+    ("hydra.run.dir=???", "hydra.run.dir=???"),
     ("hydra.run.dir=", "hydra.run.dir="),
     ("hydra.run.dir=.", "hydra.run.dir=."),
     ("hydra.run.dir=${hydra.job.id}", "hydra.run.dir=${hydra.job.id}: ", "hydra.job.id"),
