@@ -303,8 +303,8 @@ class Job:
         self.pods: dict[int, subprocess.Popen[str]] = {}
         self.replaced = 0
 
-    def start(self, index: int) -> None:
-        environment = {entry["name"]: entry["value"] for entry in self.container["env"]}
+    def start(self, index: int, **more: str) -> None:
+        environment = {entry["name"]: entry["value"] for entry in self.container["env"]} | more
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{self.name}-{index}", "PATH": path}
         mounts = {"outputs": self.claim, "config": self.config}
@@ -330,13 +330,32 @@ class Job:
             time.sleep(1)
 
 
+def submitted(nodes: Nodes, train: Train) -> Job:
+    written = train(*KUBERNETES.split()[2:], *LONG, folder=train.base / "submitted")
+    assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
+    return Job(nodes, written.folder / "job.yaml")
+
+
+def test_node_0_names_the_rank_that_was_killed_on_node_1(
+    nodes: Nodes, train: Train, tmp_path: Path
+) -> None:
+    """A killed rank writes no record, so the launcher of its node reports it."""
+    job = submitted(nodes, train)
+    for index in range(2):
+        job.start(index, **fault_environment(FAULTS["killed"].text, tmp_path / "mark"))
+    assert 0 not in nodes.ended(list(job.pods.values()))
+    assert time.time() - fault_time(tmp_path / "mark") < PROMPT
+    result = read_result(job.claim / job.name)
+    assert result.status == "failed" and result.failure is not None and result.failure["rank"] == 1
+    cause = "rank 1 was killed by SIGKILL"
+    assert result.reason.startswith(f"{cause} on {job.name}-1")
+    assert nodes.output(0).count(cause) == nodes.output(1).count(cause) == 1
+
+
 def test_kubernetes_job_resumes_when_a_pod_is_killed_or_drained(
     nodes: Nodes, train: Train, undisturbed: tuple[Any, ...]
 ) -> None:
-    overrides = KUBERNETES.split()[2:]
-    written = train(*overrides, *LONG, folder=train.base / "submitted")
-    assert written.returncode == 0 and "kubectl apply" in written.stdout, written.output
-    job = Job(nodes, written.folder / "job.yaml")
+    job = submitted(nodes, train)
     for index in range(2):
         job.start(index)
     folder = job.claim / job.name
