@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -39,7 +40,16 @@ from timm_parallel.lab.search.space import (
 from timm_parallel.lab.sweep.points import expand
 from timm_parallel.lab.sweep.runner import Runner
 from timm_parallel.patches import hydra_parser
-from timm_parallel.record.result import SEARCH, Job, Jobs, read_jobs, read_result
+from timm_parallel.record.result import (
+    SEARCH,
+    Job,
+    Jobs,
+    Result,
+    new_jobs,
+    read_jobs,
+    read_result,
+    write_result,
+)
 from timm_parallel.testing.commands import processes_of
 
 ROOT = Path(__file__).parents[3]
@@ -164,6 +174,36 @@ def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
         (tmp_path / SEARCH).write_text(text)
     with pytest.raises(ValueError, match=r"search\.yaml: "):
         read_search(tmp_path)
+
+
+@pytest.mark.slow(seconds=1)
+def test_search_starts_no_trial_when_too_many_have_failed_or_have_no_finite_objective(
+    tmp_path: Path,
+) -> None:
+    words = (
+        *("optim.lr=interval(0.1,0.2)", "search.max_failure_rate=0.25"),
+        *("search.study_name=x", "search.direction=maximize", "search.seed=1"),
+    )
+    command, points = expand(hydra_parser().parse_args(["-m", "search=optuna", *SMALL, *words]))
+    freeze_search(tmp_path, points[0].tree, read_space(command))
+    searched = Search(new_jobs(tmp_path), 4, 1, is_new=True)
+    for status in ("done", "failed"):
+        [job] = searched.waiting()
+        searched.watch(job)
+        job.status = status
+        write_result(tmp_path / job.folder, Result(status, objective=math.inf))
+        searched.ended(job)
+    assert not searched.waiting()
+    assert [job.status for job in searched.jobs.jobs] == ["not_finite", "failed", *["waiting"] * 2]
+    assert {trial.state for trial in searched.study.trials} == {TrialState.FAIL}
+
+
+def test_search_does_not_continue_another_search_in_its_database(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/shared.db"
+    settings = SearchConfig(study_name="x", direction="maximize", sampler="tpe", storage=storage)
+    module.open_study(tmp_path, Config(search=settings), is_new=True)
+    with pytest.raises(ValueError, match=r"^search.study_name=x: "):
+        module.open_study(tmp_path, Config(search=settings), is_new=True)
 
 
 class Trial:

@@ -443,7 +443,9 @@ def write_search_page(jobs: Jobs, study: optuna.Study, config: Config) -> Path:
                 "reason": job.reason,
             }
         )
-    table = pd.DataFrame(rows).sort_values(metric, ascending=config.search.direction == "minimize")
+    # Of equal values, Optuna takes the first as the best; so does a stable order.
+    is_ascending = config.search.direction == "minimize"
+    table = pd.DataFrame(rows).sort_values(metric, ascending=is_ascending, kind="stable")
     best, path = table.iloc[0], jobs.folder / "search.html"
     job = jobs.jobs[best["trial"]]
     render_page(
