@@ -275,6 +275,19 @@ def test_export_exits_1_when_exported_model_and_checkpoint_outputs_differ(
     assert "outputs differ from the checkpoint" in capsys.readouterr().err
 
 
+def test_model_of_the_project_is_exported_as_its_weights_alone(
+    finished_run: Finished, tmp_path: Path
+) -> None:
+    trained = load_trained(finished_run.folder, None, None, CPU)
+    model = replace(trained.config.model, name="src.models.cifar_resnet.CifarResNet18")
+    trained.config = replace(trained.config, model=model)
+    (expression,) = export.export_safetensors(trained, tmp_path / "new")
+    path = tmp_path / "new" / "model.safetensors"
+    assert f"{model.name}(…).load_state_dict(safetensors.torch.load_file('{path}'))" == expression
+    assert [*(tmp_path / "new").iterdir()] == [path]
+    assert_equal_trees(load_file(path), dict(trained.model.state_dict()))
+
+
 needs_onnx = pytest.mark.skipif(
     not all(map(find_spec, export_script.ONNX_PACKAGES)), reason="needs requirements-export.txt"
 )
