@@ -15,8 +15,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from src.schema import Config, ResolvedConfig
@@ -131,6 +134,15 @@ def test_tracker_receives_start_all_logged_metrics_images_and_final_status(tmp_p
     assert {(shape[2], kind) for _, shape, kind in images} == {(3, "uint8")}
     assert Kept.calls[0] == ("start", 0)
     assert Kept.calls[-1][:2] == ("end", "done") and Kept.calls[-1][2]["images_per_sec"] > 0
+
+
+def test_pictures_may_be_arrays_pil_images_and_matplotlib_figures() -> None:
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    figure = Figure(figsize=(2, 1), dpi=10)
+    for image, shape in ((pixels, (4, 6)), (Image.new("L", (6, 4), 7), (4, 6)), (figure, (10, 20))):
+        drawn = recorder.as_pixels(image)
+        assert (drawn.dtype, drawn.shape) == (np.uint8, (*shape, 3))
+    assert recorder.grid_of(torch.zeros(2, 5, 64, 64), torch.zeros(1), torch.ones(1)).shape[2] == 3
 
 
 def test_image_that_cannot_be_drawn_causes_a_warning_and_trackers_still_end(
