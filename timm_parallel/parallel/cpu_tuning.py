@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,12 @@ class OversubscriptionWatcher(threading.Thread):
     # wait for a core. The number of computing threads stays the same, so results stay equal bit
     # for bit.
 
-    def __init__(self, threads: int) -> None:
+    def __init__(
+        self,
+        threads: int,
+        scheduled: Callable[[], tuple[float, float]] = scheduled_seconds,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
         """Configure the thread, without starting it. `threads`: number of threads per OpenMP team,
         as given to torch.set_num_threads.
         """
@@ -88,6 +94,7 @@ class OversubscriptionWatcher(threading.Thread):
         # machine has cores.
         self.teams_wanted = (hardware.cores() - threads) // (threads - 1) + 1
         self.idle: list[ThreadPoolExecutor] = []
+        self._scheduled, self._look_seconds = scheduled, look_seconds
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -100,9 +107,9 @@ class OversubscriptionWatcher(threading.Thread):
         self._end_teams()
 
     def run(self) -> None:
-        crowded, calm, before, looked_at = 0, 0, scheduled_seconds()[1], time.monotonic()
-        while not self._closed.wait(LOOK_SECONDS):
-            waited, now = scheduled_seconds()[1], time.monotonic()
+        crowded, calm, before, looked_at = 0, 0, self._scheduled()[1], time.monotonic()
+        while not self._closed.wait(self._look_seconds):
+            waited, now = self._scheduled()[1], time.monotonic()
             share = (waited - before) / (now - looked_at)
             before, looked_at = waited, now
             crowded = crowded + 1 if share > CROWDED else 0

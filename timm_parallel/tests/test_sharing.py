@@ -18,7 +18,6 @@ import pytest
 from timm_parallel.lab.jobs.scheduler import DeviceScheduler, Requirement
 from timm_parallel.machine import hardware
 from timm_parallel.machine.process import scheduled_seconds
-from timm_parallel.parallel import cpu_tuning
 from timm_parallel.parallel.cpu_tuning import OversubscriptionWatcher, watch_openmp_oversubscription
 
 EIGHT = {"cuda": [f"GPU-{number}" for number in range(8)]}
@@ -139,9 +138,7 @@ def test_openmp_watcher_adds_idle_openmp_threads_when_training_threads_wait_for_
         waited, moved_at = waited + pace * (now - moved_at), now
         return 0.0, waited
 
-    monkeypatch.setattr(cpu_tuning, "scheduled_seconds", scheduled)
-    monkeypatch.setattr(cpu_tuning, "LOOK_SECONDS", 0.02)
-    watcher = OversubscriptionWatcher(4)
+    watcher = OversubscriptionWatcher(4, scheduled, look_seconds=0.02)
     assert 4 + 3 * watcher.teams_wanted > 8 >= 4 + 3 * (watcher.teams_wanted - 1), (
         "expected the fewest idle teams that have more threads than cores"
     )
