@@ -90,8 +90,7 @@ def _derived(point: Point, size: int | None) -> tuple[str, ...]:
     assert isinstance(config, ResolvedConfig)
     batch, steps = config.global_batch, "?"
     if size is not None:
-        total = config.train.epochs * (size // batch // config.train.accumulate)
-        steps = str(min(total, config.train.max_steps or total))
+        steps = str(config.train.count_steps(size // batch)[1])
     return (
         str(batch),
         f"{batch / config.parallel.devices:g}",
