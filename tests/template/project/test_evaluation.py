@@ -368,6 +368,20 @@ def test_page_has_the_images_with_the_highest_loss_on_one_and_two_ranks(
     assert re.findall(r"path: \d+", other.read_text()) == re.findall(r"path: \d+", text)
 
 
+def test_task_without_a_table_writes_no_predictions_and_a_page_with_the_indices_of_images(
+    finished_run: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr(Classification, "table")
+    words, table, page = [f"run={finished_run.folder}", "split=val"], tmp_path / "t.csv", "p.html"
+    assert entry.main([*words, f"predictions={table}"]) == 2 and not table.exists()
+    assert "predictions: train.task=classification has no table" in capsys.readouterr().err
+    assert entry.main([*words, "worst=2", f"page={tmp_path / page}"]) == 0
+    assert len(re.findall(r"index: \d+", (tmp_path / page).read_text())) == 2
+
+
 @pytest.mark.slow(seconds=3)
 def test_page_of_a_segmentation_shows_image_mask_and_prediction_side_by_side(
     tmp_path: Path,
