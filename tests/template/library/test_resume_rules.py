@@ -283,6 +283,17 @@ def test_resume_is_refused_when_a_new_device_count_changes_the_global_batch(
     assert code == 2 and err.startswith(f"train.py: {half} (was 16)"), "the given key is named"
 
 
+@pytest.mark.parametrize(
+    ("words", "where"), [((), "in {output}"), (("task_name=flowers",), "of flowers")]
+)
+def test_resume_auto_is_refused_when_no_run_is_unfinished(
+    main: Main, tmp_path: Path, words: tuple[str, ...], where: str
+) -> None:
+    code, err = main(f"paths.output_dir={tmp_path}/none", "resume=auto", *words)
+    assert code == 2
+    assert f"no unfinished run {where.format(output=tmp_path / 'none')}" in err
+
+
 @pytest.mark.slow(seconds=2)
 def test_resume_auto_continues_only_a_run_with_exactly_the_given_config(main: Main) -> None:
     """Two requeued jobs with the same task_name must not continue each other's run."""
