@@ -121,7 +121,11 @@ BY_THE_RUN = [
     "model.in_chans=3",
     "data.std=[0.5,0.5,0.5] data.mean=[0.5,0.5,0.5]",
     "model=resnet18 model.name=vgg11 model.grad_checkpointing=true",
+    "data=shapes train=segmentation data.batch_size=8 model.name=vit_tiny_patch16_224",
     f"{MASKS} data.crop_mode=border",
+    f"{MASKS} data.crop_pct=0.9",
+    f"{MASKS} data.augment.train_crop_mode=rkrc",
+    f"{MASKS} data.batch_size=8 train.class_weights=[1,1]",
     f"{MASKS} +train.task_kwargs.evaluation=slide data.image_size=null",
     f"{MASKS} +train.task_kwargs.stride=4",
     f"{MASKS} data.image_size=[8,10] +train.task_kwargs.evaluation=slide "
