@@ -312,3 +312,27 @@ def test_exception_inside_custom_model_or_dataset_is_raised_unchanged(
     with pytest.raises(type(fault)) as raised:
         parts_of(config)
     assert raised.value is fault
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "targets"),
+    [
+        ("classification", "ce", torch.tensor([10])),
+        ("classification", "ce", torch.tensor([-1])),
+        ("classification", "ce", torch.tensor([0.5])),
+        ("multilabel", "bce", torch.zeros(2, 9)),
+        ("regression", "mse", torch.zeros(2, 9)),
+        ("segmentation", "ce", torch.full((1, 4, 4), 10)),
+    ],
+)
+def test_targets_and_outputs_that_do_not_fit_the_task_are_refused(
+    name: str, loss: str, targets: Tensor
+) -> None:
+    task = task_of(10, TrainConfig(task=name, loss=loss))
+    with pytest.raises(ValueError, match=r"^the data has "):
+        task.check_targets(targets)
+    task.check_targets(targets[:0])
+    few = torch.zeros(1, 9, 4, 4) if name == "segmentation" else torch.zeros(1, 9)
+    for outputs in (few, None, few[0]):
+        with pytest.raises(ValueError, match=r"^model\.name: expected "):
+            task.check_outputs(outputs, Batch({"image": torch.zeros(1)}))
