@@ -110,6 +110,8 @@ def test_images_of_a_group_of_a_pattern_or_of_a_csv_column_are_in_one_split(flow
             {group[name] for name in names_of(split)} for split in (dataset.train, dataset.val)
         )
         assert train and val and not train & val
+    with pytest.raises(ValueError, match=r"^data\.group_pattern=\(zz\): "):
+        build_dataset(replace(by_pattern, val_fraction=0.4, group_pattern="(zz)"))
 
 
 def files_of(split: Split) -> list[tuple[Path, Any]]:
@@ -160,6 +162,7 @@ def test_csv_fold_column_puts_every_image_in_the_val_split_of_exactly_one_fold(
         ),
         (["file,label,split", "a.png,x,dev", "b.png,y,val"], {}, "split=dev"),
         (["file,label", "a.png,x", "b.png,y"], {}, r"data\.val_fraction"),
+        (["file,label", ",x", "b.png,y"], {"val_fraction": 0.2}, "line 2: .*column file"),
         (["file,label,fold", "a.png,x,0", "b.png,y,1"], {"fold": 4}, "0, 1"),
         (["file,label,fold", "a.png,x,0", "b.png,y,"], {"fold": 0}, "line 3"),
         (

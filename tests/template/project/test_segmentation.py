@@ -489,6 +489,13 @@ def test_mask_dataset_is_refused_when_masks_images_or_class_names_are_missing_or
         check_data(Config(data=config_of_roads(roads, **kwargs), train=MASKS))
 
 
+@pytest.mark.parametrize("folder", ["images", "masks"])
+def test_mask_dataset_is_refused_when_a_folder_is_missing(roads: Path, folder: str) -> None:
+    (roads / folder).rename(roads / "other")
+    with pytest.raises(ValueError, match=rf"^data\.root=.*no folder .*{folder};"):
+        check_data(Config(data=config_of_roads(roads), train=MASKS))
+
+
 def split_of(roads: Path, **kwargs: Any) -> Any:
     return build_dataset(config_of_roads(roads, **kwargs), target="mask").train
 
