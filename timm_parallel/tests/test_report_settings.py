@@ -289,6 +289,19 @@ def test_report_on_settings_with_one_seed_has_no_interval_and_suggests_sweep_rep
     assert all(contrast["low"] is None for contrast in compared(plain).values())
 
 
+@pytest.mark.parametrize(("metric", "best"), [("val/acc", "0.003"), ("val/loss", "0.001")])
+def test_report_on_settings_that_share_no_seed_names_the_best_mean_of_its_table(
+    tmp_path: Path, metric: str, best: str
+) -> None:
+    low = of_values(tmp_path / "low", {"0.001": [0.5, 0.52]}, metric)
+    high = of_values(tmp_path / "high", {"0.003": [0.8, 0.82]}, metric, first_seed=7)
+    low.write()
+    lead = read(low.folder, high.write())[2]["lead"]
+    few = findings(lead)["too_few_repeats"]
+    assert (few["shared"], few["setting"]["label"]) == (0, f"optim.lr={best}")
+    assert few["value"] == pytest.approx(0.81 if metric == "val/acc" else 0.51)
+
+
 def test_report_says_that_settings_with_equal_values_in_every_seed_are_equal(
     tmp_path: Path,
 ) -> None:

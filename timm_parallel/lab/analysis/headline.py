@@ -267,15 +267,19 @@ def _none_better(group: Group) -> Recommendation:
     of_highest = group.over_baseline(highest)
     known = [c for c in group.contrasts if c.low is not None]
     if not known:
+        # Name the best mean of the table, because the settings may share no repeat.
+        best_of_table = max(
+            group.complete, key=lambda setting: group.scale.sign * fmean(setting.values.values())
+        )
         few = finding(
             "too_few_repeats",
             metric=group.metric,
-            setting=setting_numbers(highest),
+            setting=setting_numbers(best_of_table),
             baseline=setting_numbers(baseline),
             repeats=group.unit_of_repeats,
             shared=max((contrast.n for contrast in group.contrasts), default=0),
             most=max(len(setting.values) for setting in group.alive),
-            value=highest.mean,
+            value=best_of_table.mean,
             unit=group.scale.unit,
             lower_is_better=group.scale.lower_is_better,
             adds_repeats=group.left > 0,
