@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from timm_parallel.machine.imports import import_name
+from timm_parallel.machine.text import yaml_text
 
 
 @dataclass(frozen=True)
@@ -491,7 +492,7 @@ class ParallelConfig:
         for name, owner in strategy_options().items():
             if getattr(self, name) is not None and strategy != owner:
                 yield (
-                    f"parallel.{name}={getattr(self, name)}: an option of {owner}, but "
+                    f"parallel.{name}={yaml_text(getattr(self, name))}: an option of {owner}, but "
                     f"parallel={strategy}"
                 )
         for name in ("device_ids", "output_device"):

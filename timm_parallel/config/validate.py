@@ -31,6 +31,7 @@ from timm_parallel.keys import (
     leaves,
 )
 from timm_parallel.machine.imports import find_name
+from timm_parallel.machine.text import yaml_text
 
 DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 OF_KUBERNETES = "lower-case letters, digits and dashes, as Kubernetes allows in a name"
@@ -61,7 +62,8 @@ def cluster_rules(config: Config) -> Iterator[str]:
     for key, value, entry in leaves(cluster, "cluster."):
         scheduler = entry.metadata.get("only")
         if scheduler and scheduler != cluster.scheduler and value != entry.default:
-            yield f"{key}={value}: an option of {scheduler}, but cluster={cluster.scheduler}"
+            given = f"{key}={yaml_text(value)}"
+            yield f"{given}: an option of {scheduler}, but cluster={cluster.scheduler}"
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
         yield (
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
