@@ -25,6 +25,7 @@ from timm_parallel.lab.analysis.statistics import (
     estimate,
     scale_of,
 )
+from timm_parallel.lab.report.report import compare
 from timm_parallel.lab.sweep.board import show_headline
 from timm_parallel.record.result import SEARCH
 from timm_parallel.testing.report_sweeps import Sweep, findings, read
@@ -634,12 +635,15 @@ def test_sweep_smallest_difference_is_relative_to_the_error_rate_or_to_the_loss(
 
 
 def sweep_that_stops(
-    folder: Path, values: dict[str, list[float]], smallest: float | None = None
+    folder: Path,
+    values: dict[str, list[float]],
+    smallest: float | None = None,
+    max_repeats: int = 12,
 ) -> Path:
     """Build the files of a sweep over optim.lr that added repeats until its comparisons were
     decided. The first learning rate is the baseline.
     """
-    keys = {"repeats": "auto", "max_repeats": 12, "smallest": smallest}
+    keys = {"repeats": "auto", "max_repeats": max_repeats, "smallest": smallest}
     config = {"sweep": {**keys, "baseline": f"optim.lr={next(iter(values))}"}}
     return of_values(folder, values, "val/acc", config=config).write()
 
@@ -677,6 +681,20 @@ def test_intervals_of_a_sweep_that_stops_by_itself_allow_for_its_stops(tmp_path:
             and "Expect" not in page
             and "Holm's rule covers all settings" not in page
         )
+
+
+def test_report_of_sweeps_that_stop_by_themselves_uses_the_largest_limit(tmp_path: Path) -> None:
+    values = {"0.001": [0.7] * 6, "0.003": [0.75 + noise for noise in NOISE[:6]]}
+    short = sweep_that_stops(tmp_path / "short", values)
+    long = sweep_that_stops(tmp_path / "long", values, max_repeats=40)
+
+    def low(*folders: Path) -> float:
+        return float(read(*folders)[2]["contrasts"][0]["low"])
+
+    assert low(long) == pytest.approx(low(long, short)) == pytest.approx(low(short, long))
+    assert low(long) < low(short) == low(short, short)
+    # A folder that is given twice counts once.
+    assert len(compare([short, short]).sweeps) == 1
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ ACROSS_GROUPS = [
         "fsdp",
         "adamw",
     ),
+    ("parallel=single parallel.static_graph=true", "parallel.static_graph=true", "ddp"),
     ("parallel=dp parallel.max_restarts=1", "parallel.max_restarts=1", "ddp"),
     ("parallel=dp model.compile=true", "model.compile", "dp"),
     ("parallel=single model.sync_bn=true", "model.sync_bn", "single"),
