@@ -5,6 +5,7 @@ the model later (timm_parallel/parallel/).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +29,7 @@ def build_model(
     config: ModelConfig,
     outputs: int,
     in_chans: int,
-    image_size: Any,
+    image_size: int | Sequence[int] | None,
     device: torch.device,
 ) -> nn.Module:
     """Build the model of the config, with the outputs of the task, and the channels and image size
@@ -107,7 +108,9 @@ def _own_model(config: ModelConfig, arguments: dict[str, Any]) -> Any:
     return model_class(**arguments, **config.kwargs)
 
 
-def _timm_model(config: ModelConfig, arguments: dict[str, Any], image_size: Any) -> Any:
+def _timm_model(
+    config: ModelConfig, arguments: dict[str, Any], image_size: int | Sequence[int] | None
+) -> Any:
     if image_size is not None and _takes_image_size(config.name):
         arguments["img_size"] = as_size(image_size)
     arguments |= config.kwargs

@@ -94,12 +94,13 @@ def _options_of(loader: Any, group: str) -> list[str]:
 
 def check_hydra_block(tree: DictConfig) -> None:
     """Raise ValueError if a key of the `hydra` section that users may not change differs from its
-    default, or if the name of a folder is `???`.
+    default, or if one that they may change is `???`.
     """
-    for section, key in (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir")):
-        if OmegaConf.is_missing(tree.hydra[section], key):
-            raise ValueError(required(f"hydra.{section}.{key}"))
-    given = {pair for pair in _pairs(tree) if not is_below(pair[0], (*SETTABLE, *FILLED_IN))}
+    pairs = _pairs(tree)
+    for key in SETTABLE:
+        if (key, "???") in pairs:
+            raise ValueError(required(f"hydra.{key}"))
+    given = {pair for pair in pairs if not is_below(pair[0], (*SETTABLE, *FILLED_IN))}
     # Compare with the project's defaults (conf/hydra/default.yaml) first, then with Hydra's own. A
     # config that does not include the project's file, such as config.yaml of a run, has Hydra's own
     # defaults.

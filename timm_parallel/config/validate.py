@@ -62,8 +62,8 @@ def cluster_rules(config: Config) -> Iterator[str]:
     for key, value, entry in leaves(cluster, "cluster."):
         scheduler = entry.metadata.get("only")
         if scheduler and scheduler != cluster.scheduler and value != entry.default:
-            given = f"{key}={yaml_text(value)}"
-            yield f"{given}: an option of {scheduler}, but cluster={cluster.scheduler}"
+            shown = f"{key}={yaml_text(value)}"
+            yield f"{shown}: an option of {scheduler}, but cluster={cluster.scheduler}"
     if cluster.scheduler == "kubernetes" and (cluster.image is None or cluster.claim is None):
         yield (
             f"cluster.{'image' if cluster.image is None else 'claim'}: required by "
@@ -215,17 +215,18 @@ def option_problems(key: str, options: type[Any], given: dict[str, Any]) -> Iter
     """
     declared = {entry.name: entry for entry in dataclasses.fields(options)}
     for name, value in given.items():
+        shown = f"{key}.{name}={yaml_text(value)}"
         if name not in declared:
             known = f"{key} has {', '.join(declared)}" if declared else f"{key} has no options"
-            yield f"{key}.{name}={value}: unknown option{hint(name, declared)}; {known}"
+            yield f"{shown}: unknown option{hint(name, declared)}; {known}"
             continue
         try:
             OmegaConf.merge(OmegaConf.structured(options), {name: value})
         except OmegaConfBaseException:
-            yield f"{key}.{name}={value}: expected {type_text(declared[name])}"
+            yield f"{shown}: expected {type_text(declared[name])}"
             continue
         for problem in _out_of_bounds(value, declared[name].metadata):
-            yield f"{key}.{name}={value}: {problem}"
+            yield f"{shown}: {problem}"
 
 
 def _key_problems(config: Config) -> Iterator[str]:

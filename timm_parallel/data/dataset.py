@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -170,7 +170,7 @@ def in_memory(split: Split, size: tuple[int, ...] | None = None) -> InMemory | N
     return rows if rows is split or size in (None, rows.images.shape[2:]) else None
 
 
-def as_size(sides: Any) -> tuple[int, int]:
+def as_size(sides: int | Sequence[int]) -> tuple[int, int]:
     """Return height and width in pixels for a value of data.image_size, which is one side of a
     square or both sides.
     """

@@ -164,7 +164,7 @@ def test_speed_without_the_wait_is_that_of_the_rank_that_waits_most() -> None:
         ("gathered", 0, False, [], ["data.", "torchcodec", "files"]),
     ],
 )
-def test_wait_for_data_is_told_with_the_keys_that_apply_if_a_gpu_waits_a_tenth_of_the_time(
+def test_run_names_the_keys_that_help_when_a_gpu_waits_for_data_a_tenth_of_the_time(
     kind: str,
     workers: int,
     codec: bool,

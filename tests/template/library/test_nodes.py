@@ -23,7 +23,12 @@ from src.app import app
 from tests.template.runs import parts_of, resolved, run_warm, train_run
 from timm_parallel.config.compose import save_config
 from timm_parallel.entry import run_command
-from timm_parallel.faults.failure import failure_of_exit_code, publish_failure, record_of
+from timm_parallel.faults.failure import (
+    failure_of_exit_code,
+    publish_failure,
+    published_failures,
+    record_of,
+)
 from timm_parallel.launch import job, node, rendezvous, torchrun
 from timm_parallel.launch.job import RankExits
 from timm_parallel.launch.rendezvous import (
@@ -39,6 +44,7 @@ from timm_parallel.machine.ranks import (
     NEEDED,
     NodeAddress,
     Ranks,
+    host_name,
     ranks_from_environment,
 )
 from timm_parallel.machine.signals import signal_handlers, stop_handler
@@ -490,6 +496,23 @@ def test_node_0_waits_for_the_launcher_of_another_node_to_report_a_killed_rank(
         monkeypatch.setattr(node, name, lambda *given: None)
     assert node.run_node_zero(resolved(*TWO), tmp_path, NodeAddress(0, 2)) == 1
     assert read_result(tmp_path).reason == killed["reason"]
+
+
+@pytest.mark.processes
+def test_launcher_of_another_node_reports_its_killed_rank_with_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = HashStore()
+    killed = RankExits(exit_codes={1: -signal.SIGKILL})
+    monkeypatch.setattr(node, "_meet", lambda *given: SimpleNamespace(store=None))
+    monkeypatch.setattr(node, "receive_config", lambda *given: (resolved(*TWO), tmp_path))
+    monkeypatch.setattr(node, "run_ranks", lambda *given: killed)
+    monkeypatch.setattr(node, "ranks_store", lambda *given: store)
+    assert node.run_follower_node(tmp_path, NodeAddress(1, 2)) == 1
+    [record] = published_failures(store, 2)
+    reason = f"rank 1 was killed by SIGKILL on {host_name()}"
+    assert (record["rank"], record["reason"].startswith(reason)) == (1, True)
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

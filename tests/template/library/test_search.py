@@ -177,7 +177,7 @@ def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
 
 
 @pytest.mark.slow(seconds=1)
-def test_search_starts_no_trial_when_too_many_have_failed_or_have_no_finite_objective(
+def test_search_starts_no_more_trials_after_too_many_failures_or_non_finite_objectives(
     tmp_path: Path,
 ) -> None:
     words = (
@@ -423,6 +423,14 @@ def test_search_html_shows_best_trial_plot_and_trial_table(tmp_path: Path) -> No
     assert "&lt;b&gt;|" in html
     figures = re.findall(r'<img alt="plot_(\w+)" src="data:image/svg\+xml;base64,', html)
     assert figures == ["slice"]
+
+
+@pytest.mark.slow(seconds=2)
+def test_search_html_names_the_first_of_equal_values_as_the_best(tmp_path: Path) -> None:
+    """Optuna, which the console shows, does so too."""
+    ends: list[tuple[str, float | None, str]]
+    ends = [("done", value, "") for value in (0.5, 0.5, 0.75, 0.75)]
+    assert 'in trial <a href="2/">2</a>' in searched_page(tmp_path, ends)
 
 
 def test_search_html_shows_failure_reason_and_no_best_trial_when_all_trials_failed(

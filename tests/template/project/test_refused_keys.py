@@ -61,8 +61,6 @@ BEFORE_A_RUN = [
     "model.freeze=0",
     'model.freeze="("',
     "data.eval_image_size=48",
-    "data.mean=[1.5]",
-    "data.std=[0.0]",
     "data=csv data.root=null",
     "data=csv data.root=src",
     "data=segmentation train=segmentation data.root=null",

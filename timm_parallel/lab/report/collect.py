@@ -30,7 +30,7 @@ def collect(folders: Sequence[Path]) -> list[RunRecord]:
     """Read run folders, and all jobs of sweep folders, into RunRecords. Raises ValueError if a
     folder is neither a run nor a sweep, or if it cannot be read.
 
-    `folders`: real paths, each given once.
+    `folders`: each given once; if several, their real paths.
     """
     root = Path(os.path.commonpath(folders))
     runs: dict[str, RunRecord] = {}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Number of combinations of extreme values that are checked before a search starts.
 MAX_CORNERS = 32
+SWEPT = "interval(a,b), range(a,b) or choice(a,b)"
 TAGS = ("log", "int", "float")
 NOT_SEARCHED = (
     "hydra",
@@ -121,8 +122,8 @@ def parse_space(params: dict[str, Any]) -> list[Dimension]:
             ) from error
         if not override.is_sweep_override():
             raise ValueError(
-                f"{written}: a searched key needs several values, given as interval(a,b), "
-                f"range(a,b) or choice(a,b); for one value, use {key}={text} without search.params"
+                f"{written}: a searched key needs several values, given as {SWEPT}; for one value, "
+                f"use {key}={text} without search.params"
             )
         space.append(_dimension(override))
     return space
@@ -139,7 +140,7 @@ def _dimension(override: Any) -> Dimension:
     if isinstance(sweep, Glob):
         raise ValueError(
             f"{written}: a glob names options of a config group, which cannot be searched; use "
-            "interval(a,b), range(a,b) or choice(a,b)"
+            f"{SWEPT}"
         )
     allowed = TAGS if override.is_interval_sweep() else ()
     if unknown := set(sweep.tags).difference(allowed):

@@ -208,7 +208,7 @@ class Scripted(child.LocalJob):
         ("done", False, None, "failed", "exit code 7"),
     ],
 )
-def test_status_of_a_job_tells_pruning_and_stops_from_failures(
+def test_job_status_distinguishes_pruning_and_stops_from_failures(
     tmp_path: Path,
     written: str | None,
     pruned: bool,
