@@ -178,7 +178,7 @@ def test_error_names_search_yaml_when_the_file_is_damaged_or_missing(
 
 @pytest.mark.slow(seconds=1)
 def test_search_starts_no_more_trials_after_too_many_failures_or_non_finite_objectives(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
         *("optim.lr=interval(0.1,0.2)", "search.max_failure_rate=0.25"),
@@ -193,7 +193,8 @@ def test_search_starts_no_more_trials_after_too_many_failures_or_non_finite_obje
         job.status = status
         write_result(tmp_path / job.folder, Result(status, objective=math.inf))
         searched.ended(job)
-    assert not searched.waiting()
+    assert not searched.waiting() and not searched.waiting()
+    assert capsys.readouterr().err.count("2 of 4 trials have failed") == 1
     assert [job.status for job in searched.jobs.jobs] == ["not_finite", "failed", *["waiting"] * 2]
     assert {trial.state for trial in searched.study.trials} == {TrialState.FAIL}
 

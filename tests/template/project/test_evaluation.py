@@ -376,7 +376,10 @@ def test_task_without_a_table_writes_no_predictions_and_a_page_with_the_indices_
 ) -> None:
     monkeypatch.delattr(Classification, "table")
     words, table, page = [f"run={finished_run.folder}", "split=val"], tmp_path / "t.csv", "p.html"
-    assert entry.main([*words, f"predictions={table}"]) == 2 and not table.exists()
+    with monkeypatch.context() as patch:
+        # The refusal comes before the evaluation.
+        patch.delattr("src.commands.evaluate.evaluate")
+        assert entry.main([*words, f"predictions={table}"]) == 2 and not table.exists()
     assert "predictions: train.task=classification has no table" in capsys.readouterr().err
     assert entry.main([*words, "worst=2", f"page={tmp_path / page}"]) == 0
     assert len(re.findall(r"index: \d+", (tmp_path / page).read_text())) == 2
